@@ -28,7 +28,7 @@ from profiler.conditions.chance import EitherWay, Lot, Ways
 from profiler.errors import NotTraceableError
 from profiler.observe.counts import counted_apart
 from profiler.observe.source_place import keep_together_advice, setting_advice
-from profiler.tracing.build_layer import attribute, symbolic_shape
+from profiler.tracing.build_layer import RUN_IN, attribute, module_paths, symbolic_shape
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.meaning import digest_of, has_effect, is_source, meaning, operation_text, read_by, source_text
 from profiler.tracing.refusals import written_from_outside
@@ -245,6 +245,8 @@ def _merge(base: _Trace, parts: Sequence[_Part], *, usual: bool) -> None:
             held = [root.graph.get_attr(_registered(root, made(taken))) for made in regions]
             both = root.graph.call_function(target, (*held, *lot.args, *taken))
             both.meta.update({key: lot.meta[key] for key in ("nn_module_stack", "stack_trace") if key in lot.meta})
+            ways = [node for node in (*part.usual, *part.other) if node.op == "call_function"]
+            both.meta[RUN_IN] = tuple(path for node in ways for path in module_paths(node))
             both.meta["val"] = tuple(read.meta["val"] for read in meeting)
             results = [_item(root.graph, both, i, read) for i, read in enumerate(meeting)]
         later = set(root.graph.nodes).difference(part.usual)

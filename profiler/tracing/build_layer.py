@@ -29,6 +29,8 @@ from profiler.tracing.writes import moves_statistics, statistics_arguments
 MICRO_BATCH_SIZE = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
 
 
+RUN_IN = "run_in"
+"""Of an operation's `meta`: paths of modules of what it runs, where its regions are also those of other operations."""
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
@@ -123,7 +125,7 @@ def build_layer(
         index=index,
         name=_layer_name(nodes),
         operations=tuple(operation_name(node) for node in nodes),
-        module_paths=tuple(dict.fromkeys(path for node in nodes if (path := module_path(node)))),
+        module_paths=tuple(dict.fromkeys(path for node in nodes for path in module_paths(node) if path)),
         source=next((place for node in nodes if (place := source_line(node))), ""),
         parameters=tuple(str(node.target) for node in draft.parameters),
         buffers=tuple(str(node.target) for node in draft.buffers),
@@ -328,6 +330,16 @@ def module_path(node: fx.Node) -> str:
     """Path of the innermost module that the operation comes from; "" for the model itself."""
     stack = module_stack(node)
     return stack[-1] if stack else ""
+
+
+def module_paths(node: fx.Node) -> tuple[str, ...]:
+    """`module_path` of an operation, or of those in the regions that it runs, in order."""
+    root, sources = node.graph.owning_module, [each for each in node.all_input_nodes if each.op == "get_attr"]
+    held = [attribute(root, str(source.target)) for source in sources] if root is not None else []
+    regions = [region for region in held if isinstance(region, fx.GraphModule)]
+    inside = [each for region in regions for each in region.graph.nodes if each.op == "call_function"]
+    paths = node.meta.get(RUN_IN) or tuple(path for each in inside for path in module_paths(each))
+    return paths if any(paths) else (module_path(node),)
 
 
 def source_line(node: fx.Node) -> str:

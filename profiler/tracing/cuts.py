@@ -17,8 +17,10 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from profiler.errors import NotTraceableError
+from profiler.module_paths import within
 from profiler.observe.source_place import place_of_node
 from profiler.quantities import LEAST_STAGES
+from profiler.tracing.build_layer import module_paths
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
 
@@ -116,18 +118,27 @@ def _between_users_of_written_sources(body: Body) -> set[int]:
 
 
 def _inside(body: Body, paths: Sequence[str]) -> set[int]:
-    """Positions between the first and the last operation of each of these modules."""
+    """Positions between the first and the last operation of each of these modules, and of modules in it."""
+    known = [module_paths(node) for node in body.nodes] if paths else []
     positions: set[int] = set()
     for path in paths:
-        own = [i for i, node in enumerate(body.nodes) if any(p == path for p in module_stack(node))]
+        own = [i for i, inside in enumerate(known) if any(within(each, path) for each in inside)]
         positions.update(range(own[0] + 1, own[-1] + 1) if own else ())
     return positions
 
 
-def _first_operations(body: Body, paths: Sequence[str]) -> set[int]:
-    """Positions of the first operation of each of these modules."""
-    found = (next((i for i, node in enumerate(body.nodes) if path in module_stack(node)), None) for path in paths)
-    return {position for position in found if position is not None}
+def first_operations(body: Body, paths: Sequence[str]) -> dict[str, int]:
+    """Positions of the first operation of each of these modules, or of modules in it.
+
+    Those that are in no operation, or begin inside of one, are left out.
+    """
+    known = [module_paths(node) for node in body.nodes] if paths else []
+    found = {}
+    for path in paths:
+        first = next((i for i, inside in enumerate(known) if any(within(each, path) for each in inside)), None)
+        if first is not None and within(known[first][0], path):
+            found[path] = first
+    return found
 
 
 def layer_starts(
@@ -152,7 +163,7 @@ def layer_starts(
     while True:
         starts = _parted(work, crossing, allowed, starts, min(fine_for, stages))
         if fine_for >= stages:
-            return sorted({*starts, *(_first_operations(body, cut_at) & {*allowed})})
+            return sorted({*starts, *({*first_operations(body, cut_at).values()} & {*allowed})})
         fine_for *= 2
 
 

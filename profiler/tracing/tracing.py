@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from profiler.arguments import fits_its_arguments
 from profiler.conditions.check import Check
 from profiler.errors import ArgumentError, NotTraceableError
+from profiler.module_paths import held_by, inside_text, span_of
 from profiler.observe.ambient import as_in_training
 from profiler.precision import precision_named, refuse_with_autocast
 from profiler.quantities import LEAST_STAGES, MOST_LAYERS, check_count, paths_of
@@ -41,7 +42,7 @@ from profiler.tracing.build_layer import (
     value_text,
 )
 from profiler.tracing.computing_model import computing_model
-from profiler.tracing.cuts import Body, layer_starts, why_one_layer
+from profiler.tracing.cuts import Body, first_operations, layer_starts, why_one_layer
 from profiler.tracing.evaluation_cuts import stage_starts
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.front_ends import Served, graph_of
@@ -105,14 +106,14 @@ def trace(
             hooks on gradients. It must return tensors whose shapes depend on the batch alone; random numbers (torch's,
             Python's and numpy's) and buffers that it writes are kept, and what no layer may do is an error when it
             happens.
-        cut_at: paths of modules before which a layer shall begin, where a cut is safe.
+        cut_at: paths of modules before which a layer shall begin. Modules without parameters may come between.
         stages: K that the layers shall be fine enough for: none holds more than an eighth of an even stage's work where
             there is a position to cut it. The same for up to 4, for 5 to 8, for 9 to 16, and so on.
         progress: show on a terminal what is done and how long it will take.
 
     Raises:
         NotTraceableError: the forward pass depends on data, or does what no layer may do.
-        ArgumentError: the model or the sample is not one.
+        ArgumentError: the model or the sample is not one, or no cut is safe before a module of `cut_at`.
     """
     check_model(model)
     if isinstance(sample, SampleSpec):
@@ -132,6 +133,9 @@ def trace(
         sequence = _assemble(model, served, body, starts, counters)
         if len(sequence) == 1:
             sequence = replace(sequence, whole=why_one_layer(body, spec.keep_together))
+        if not isinstance(sample, SampleSpec):
+            _check_held(model, sequence, spec)
+            _check_cuts(body, starts, sequence, spec)
         done(Part.LAYERS)
     return sequence
 
@@ -191,12 +195,45 @@ def _check_paths(model: nn.Module, spec: SampleSpec) -> None:
     Raises:
         ArgumentError: one does not; the message has the nearest names.
     """
-    known = [name for name, _ in model.named_modules() if name]
+    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for name, paths in (("keep_together", spec.keep_together), ("cut_at", spec.cut_at)):
         for path in paths:
             if path not in known:
                 near = difflib.get_close_matches(path, known) or known[:3]
                 raise ArgumentError(f"{name} names {path!r}, which is no module of the model; nearest: {near}")
+
+
+def _check_held(model: nn.Module, sequence: LayerSequence, spec: SampleSpec) -> None:
+    """A module of several names is named by the one that the layers have of it.
+
+    Raises:
+        ArgumentError: by another.
+    """
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    for setting, paths in (("keep_together", spec.keep_together), ("cut_at", spec.cut_at)):
+        for path in paths:
+            others = [name for name in names[model.get_submodule(path)] if held_by(sequence.layers, name)]
+            if others and path not in others:
+                raise ArgumentError(f"{setting} names {path!r}, which is the module {others[0]!r}; give that name")
+
+
+def _check_cuts(body: Body, starts: Sequence[int], sequence: LayerSequence, spec: SampleSpec) -> None:
+    """Each module of `cut_at` begins a layer, or comes just behind activations that do.
+
+    Raises:
+        ArgumentError: one begins inside a layer, where no cut is safe, or no layer holds any of it.
+    """
+    begin = first_operations(body, spec.cut_at)
+    why = "where no cut is safe" + (", or none that keep_together allows" if spec.keep_together else "")
+    for path in spec.cut_at:
+        first, _ = span_of(sequence.layers, "cut_at", path)
+        inside = inside_text(sequence.layers[first], path)
+        if inside and begin.get(path) not in starts:
+            raise ArgumentError(
+                f"cut_at names {path!r}, which {inside}, {why}; choose one of the modules that begin a layer"
+            )
 
 
 @_without_collection()

@@ -103,6 +103,90 @@ def test_a_plan_cut_inside_a_layer_trains_as_the_model_does() -> None:
         assert torch.equal(value.grad, other), name
 
 
+class Within(nn.Module):
+    """Two modules in a region that is one operation of the graph."""
+
+    def __init__(self, region: str) -> None:
+        super().__init__()
+        self.region, self.before, self.after = region, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.items = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for item in self.items:
+            if self.region == "no_grad":
+                with torch.no_grad():
+                    held = item(x)
+                x = x + held
+            elif self.region == "autocast":
+                with torch.autocast("cpu", torch.bfloat16):
+                    held = item(x)
+                x = held.float()
+            elif torch.rand(()) > 0.3:
+                x = x + item(x)
+        out: Tensor = self.after(x)
+        return out
+
+
+@pytest.mark.parametrize("region", ["no_grad", "autocast", "layer drop"])
+def test_a_region_begins_with_its_first_module(region: str) -> None:
+    """It was said to be of its last module, and a layer drop of none."""
+    model, x = Within(region), torch.zeros(4, 8)
+    sequence = trace(model, x, cut_at=["items.1"], progress=False)
+    assert taken(sequence, "items.1")
+    layer = next(layer for layer in sequence.layers if "items.1.0" in layer.module_paths)
+    assert layer.module_paths[:2] == ("items.1.0", "items.1.1")
+    with pytest.raises(ArgumentError, match=r"cut_at names 'items.1.1', which begins inside layer .* no cut is safe"):
+        trace(model, x, cut_at=["items.1.1"], progress=False)
+
+
+class Listed(nn.Module):
+    """Modules that hold others and are never called themselves, and one with two names, of which one is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.big, self.never = nn.Sequential(nn.Linear(8, 8192), nn.Linear(8192, 8)), nn.Linear(8, 8)
+        self.start, self.items = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.end = nn.Sequential(nn.Linear(8, 8192), nn.Linear(8192, 8))
+        self.same = self.start
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(self.big(x))
+        for item in self.items:
+            x = item(x)
+        end: Tensor = self.end(x)
+        return end
+
+
+def test_a_list_of_modules_begins_with_its_first() -> None:
+    """A module list is called by nobody, so nothing came of it."""
+    model, x = Listed(), torch.zeros(4, 8)
+    assert ("start", "items.0", "items.1") in [layer.module_paths for layer in trace(model, x, progress=False).layers]
+    sequence = trace(model, x, cut_at=["items"], progress=False)
+    assert taken(sequence, "items")
+    assert ("start",) in [layer.module_paths for layer in sequence.layers]
+    kept = trace(model, x, keep_together=["items"], cut_at=["items", "end"], stages=64, progress=False)
+    assert ("items.0", "items.1") in [layer.module_paths for layer in kept.layers]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"cut_at": ["never"]}, "cut_at names 'never', and no layer holds a module of that path; there are big.0"),
+        ({"cut_at": ["same"]}, "cut_at names 'same', which is the module 'start'; give that name"),
+        ({"keep_together": ["same"]}, "keep_together names 'same', which is the module 'start'; give that name"),
+        (
+            {"keep_together": ["items"], "cut_at": ["items.1"]},
+            "'items.1', which begins inside layer 2 .* after 'start', where no cut is safe, or none that keep_toge",
+        ),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused(asked: Any, said: str) -> None:
+    """Nothing was said of it, and the layers were the same as without."""
+    with pytest.raises(ArgumentError, match=said):
+        trace(Listed(), torch.zeros(4, 8), progress=False, **asked)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

@@ -30,6 +30,7 @@ from planner.plan.simulator import simulate_plan
 from planner.plan.stage import SkipTimes, Stage, StageTimes
 from planner.plan.units import seconds_text
 from planner.planned_for import planned_for, problem_of, refuse_other_links
+from planner.rules import start_of
 from planner.settings import MICRO_BATCHES_PER_STAGE
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError
@@ -105,9 +106,10 @@ def refined(
         measured: what `Pipeline.measured()` returned; columns `stage`, `what`, `predicted` and `measured`.
         profile: what the plan was made from, which a plan made in this process knows itself.
         devices: what may be used; by default the plan's own, with the links that it was made for.
-        settings: see `planner.keywords.SettingKeywords`; replicas, whether they share the optimizer's state, skips
-            and the fewest micro-batches a stage are the plan's own where they are not given, and chunks are chosen
-            anew where the plan has several. A limit of memory is not part of a plan: give it again.
+        settings: see `planner.keywords.SettingKeywords`; replicas, whether they share the optimizer's state, skips,
+            cuts before modules that the model was traced to be cut at, and the fewest micro-batches a stage are the
+            plan's own where they are not given, and chunks are chosen anew where the plan has several. A limit of
+            memory is not part of a plan: give it again, as well as rules that the model was traced without.
 
     Raises:
         ArgumentError: the plan does not know its profile, or the table is none of `measured()`, or of no step.
@@ -129,7 +131,7 @@ def refined(
         given = given.model_copy(update={"link": given.link.slowed(ratios.link), "between": between})
     from planner.from_profile import plan_from_profile
 
-    asked: SettingKeywords = {**_settings_of(plan, settings.get("schedule", plan.schedule)), **settings}
+    asked: SettingKeywords = {**_settings_of(plan, profile, settings.get("schedule", plan.schedule)), **settings}
     new = plan_from_profile(better, given, batch_size=plan.batch_size, optimizer=plan.optimizer, **asked)
     now_s = simulate_plan(_scaled_plan(plan, ratios), events=False).step_s
     free = devices is None and settings.keys() <= {"time_limit_s"}
@@ -156,10 +158,12 @@ def _trains_alike(one: Plan, other: Plan) -> bool:
     return all_of(one) == all_of(other)
 
 
-def _settings_of(plan: Plan, schedule: str) -> SettingKeywords:
+def _settings_of(plan: Plan, profile: Profile, schedule: str) -> SettingKeywords:
     """What a plan shows of the settings that it was made with, so that a plan like itself is among those searched."""
     fewest = min(MICRO_BATCHES_PER_STAGE, max(1, plan.M // plan.ranks))
+    begun, firsts = profile.sample.cut_at, {stage.first_layer for stage in plan.stages}
     found: SettingKeywords = {
+        "cut_at": [path for path in begun if start_of(profile.layers, path, begun) in firsts],
         "replicas": plan.replicas,
         "shard_optimizer": plan.shard_optimizer,
         "micro_batches_per_stage": fewest,

@@ -124,6 +124,20 @@ def test_a_stage_that_is_three_times_slower_is_worth_a_change() -> None:
     assert found.plan.stages[0].stop_layer < plan.stages[0].stop_layer or found.plan.K != plan.K
 
 
+def test_cuts_that_were_asked_for_stay() -> None:
+    """The plan of one device was said to be the better one."""
+    plain = known(ONES, ONES, 1.0)
+    traced = plain.model_copy(
+        update={"sample": plain.sample.model_copy(update={"cut_at": ("blocks.2.in", "blocks.7.in")})}
+    )
+    plan = made(traced, stages=2, cut_at=["blocks.2.in"])
+    seen = frame(plan, lambda stage, what: 100.0 if "send" in what else 0.1)
+    assert plan.refined(seen, micro_batches=16, schedule="1f1b", cut_at=[]).plan.K == 1
+    found = plan.refined(seen, micro_batches=16, schedule="1f1b").plan
+    assert 2 in [stage.first_layer for stage in found.stages]
+    assert 7 not in [stage.first_layer for stage in found.stages]
+
+
 def sharing(memory_bytes: int) -> Plan:
     """Of two replicas that share the optimizer's state."""
     row = (1.0, 1.0, 2.0, 20, 10, 16, 16)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from planner.keywords import SettingKeywords, takes_settings
 from planner.plan.plan import Plan
-from planner.rules import rules_of
+from planner.rules import rules_of, with_chunks_for_cuts
 from planner.settings import Settings
 from profiler.cache import CacheSetting
 from profiler.device import Cluster
@@ -120,7 +120,9 @@ def autoplan(
             progress=progress,
         )
         # Whoever misspelt a module hears of it before anything is measured.
-        rules_of(sequence.layers, asked, sequence.sample.cut_at)
+        begun = sequence.sample.cut_at
+        asked = with_chunks_for_cuts(sequence.layers, asked, begun)
+        rules_of(sequence.layers, asked, begun)
         _check_only_size(sequence, asked)
         measured = profile(
             sequence,

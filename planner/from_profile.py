@@ -19,7 +19,7 @@ from planner.keywords import SettingKeywords, takes_settings
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES, ScheduleName, one_chunk_schedules
 from planner.rates import with_rates
-from planner.rules import most_stages, rules_of
+from planner.rules import most_stages, rules_of, with_chunks_for_cuts
 from planner.search_watch import watched
 from planner.settings import Settings
 from planner.solve.deadline import Deadline
@@ -111,8 +111,9 @@ def make_problem(
     """What the balancer is asked; see `plan_from_profile`."""
     check_profile(profile)
     cluster = cluster_of(devices)
-    asked = Settings.of(cluster, batch_size, settings)
-    rules = rules_of(profile.layers, asked, profile.sample.cut_at)
+    begun = profile.sample.cut_at
+    asked = with_chunks_for_cuts(profile.layers, Settings.of(cluster, batch_size, settings), begun)
+    rules = rules_of(profile.layers, asked, begun)
     limited = tuple(
         device if limit == device.memory_bytes else device.model_copy(update={"memory_bytes": limit})
         for device, limit in zip(cluster.devices, asked.memory_limits, strict=True)

@@ -83,6 +83,21 @@ def rules_of(layers: Layers, settings: Settings, begun: Collection[str] = ()) ->
     return whole
 
 
+def with_chunks_for_cuts(layers: Layers, settings: Settings, begun: Collection[str] = ()) -> Settings:
+    """The settings with as many chunks a rank as the cuts take that are asked for, if chunks may be chosen so.
+
+    Args:
+        layers: of the model.
+        settings: with the rules.
+        begun: paths of modules that the layers were traced with, each to begin one.
+
+    Raises:
+        ArgumentError: no cut can be made before a module, or so many chunks do not go together with other settings.
+        InfeasibleError: the batch is too small for them.
+    """
+    return settings.for_cuts(len({start_of(layers, path, begun) for path in settings.cut_at} - {0}))
+
+
 def most_stages(settings: Settings, layers: int) -> int:
     """Largest K that settings, devices, batch and so many layers allow."""
     per_rank = settings.batch_size // settings.micro_batches_per_stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 from planner.keyword_values import choice_of, memory_limits_of, pinned_of
@@ -66,7 +66,9 @@ class Settings:
         batch_size: samples of a mini-batch, over all replicas.
         schedules: those to choose from.
         choose_chunks: whether any number of chunks will do, where the schedule may have several; `chunks` is then the
-            least that goes together with the number of stages and the cuts that are asked for.
+            least that goes together with the number of stages that is asked for.
+        chunks_for_cuts: whether they may be as many as the cuts that are asked for take; else cuts stay within the
+            devices.
         stages_limit: of K as it was given, whatever the chunks; None for no limit.
         memory_limits: bytes for each device, the device's own where no limit was given.
         pinned: module paths and positions of devices.
@@ -78,6 +80,7 @@ class Settings:
     skips: SkipMode = "relayed"
     chunks: int = 1
     choose_chunks: bool = False
+    chunks_for_cuts: bool = False
     stages: int | None = None
     max_stages: int
     stages_limit: int | None = None
@@ -139,15 +142,13 @@ class Settings:
         if choose_chunks:
             _check_choice_of_chunks(given)
             share = 1 if replicas == "auto" else replicas
-            cuts = len({*cut_at}) if keywords.get("chunks") == "auto" else 0  # else they stay within the devices
-            chunks = given["chunks"] = _least_chunks_fed(
-                given, batch_size // share, cuts, len(cluster.devices) // share
-            )
+            chunks = given["chunks"] = _least_chunks_fed(given, batch_size // share, len(cluster.devices) // share)
         limit = given.pop("max_stages", None)
         settings = cls(
             batch_size=batch_size,
             schedules=_schedules(schedule, given, choose_chunks=choose_chunks),
             choose_chunks=choose_chunks,
+            chunks_for_cuts=choose_chunks and keywords.get("chunks") == "auto",
             max_stages=min(len(cluster.devices) * chunks, limit or MOST_LAYERS),
             stages_limit=limit,
             micro_batch_sizes=None if sizes is None else frozenset(sizes),
@@ -159,6 +160,24 @@ class Settings:
             **given,
         )
         settings._check_numbers(len(cluster.devices), keywords.get("max_stages"))
+        return settings
+
+    def for_cuts(self, cuts: int) -> Self:
+        """These with the fewest chunks a rank that go together with so many demanded cuts, if chunks may be chosen so.
+
+        Raises:
+            ArgumentError: other settings do not go together with so many chunks.
+            InfeasibleError: the batch is too small for them.
+        """
+        if not self.chunks_for_cuts or self.stages is not None:
+            return self
+        share, devices = self.replicas or 1, len(self.memory_limits)
+        batch = self.batch_size // share
+        fed = min(batch, self.micro_batches or batch) // self.micro_batches_per_stage
+        chunks = _least_chunks(None, cuts, min(devices // share, fed))
+        most = min(devices * chunks, self.stages_limit or MOST_LAYERS)
+        settings = replace(self, chunks=chunks, max_stages=most)
+        settings._check_numbers(devices, self.stages_limit)
         return settings
 
     @property
@@ -282,20 +301,19 @@ def _for_one_chunk(given: Mapping[str, Any]) -> list[str]:
     return [name for name, value in _ONLY_WHOLE if given.get(name) and value in (None, given[name])]
 
 
-def _least_chunks_fed(given: Mapping[str, Any], batch: int, cuts: int, devices: int) -> int:
+def _least_chunks_fed(given: Mapping[str, Any], batch: int, devices: int) -> int:
     """The fewest chunks a rank with which there are enough micro-batches, or which there would be with a larger batch.
 
     Args:
         given: settings.
         batch: samples of a replica.
-        cuts: that are demanded.
         devices: in line.
     """
     stages, per_stage = given.get("stages"), given.get("micro_batches_per_stage", MICRO_BATCHES_PER_STAGE)
     fed = min(batch, given.get("micro_batches", batch)) // per_stage
-    chunks = _least_chunks(stages, cuts, min(devices, fed))
+    chunks = _least_chunks(stages, 0, min(devices, fed))
     too_many = stages is not None and stages > devices
-    return _least_chunks(stages, cuts, devices) if chunks == 1 and too_many else chunks
+    return _least_chunks(stages, 0, devices) if chunks == 1 and too_many else chunks
 
 
 def _least_chunks(stages: int | None, cuts: int, devices: int) -> int:

@@ -114,3 +114,14 @@ def test_more_cuts_than_devices_go_together_with_chunks_to_choose(device):
         profile, [device()] * 3, batch_size=8, schedule="interleaved", chunks="auto", cut_at=cuts, **ASKED
     )
     assert {2, 4, 6, 8, 10} <= {stage.stop_layer for stage in plan.stages}
+
+
+def test_cuts_at_the_beginning_or_in_one_place_take_no_more_chunks(device):
+    """Paths were counted: one device was said to be too few for the first module, and two for one cut of two names."""
+    profile = profile_of_layers(12)
+    first, second = (profile.layers[place].module_paths[0] for place in (0, 4))
+    asked: dict[str, Any] = {"schedule": "auto", "chunks": "auto", **ASKED}
+    assert plan_from_profile(profile, [device()], batch_size=8, cut_at=[first], **asked).K == 1
+    cuts = [first, second, second.rpartition(".")[0]]
+    plan = plan_from_profile(profile, [device()] * 2, batch_size=8, cut_at=cuts, max_stages=2, **asked)
+    assert [stage.first_layer for stage in plan.stages] == [0, 4]

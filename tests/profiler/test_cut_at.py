@@ -1,5 +1,6 @@
 """Modules that `trace` is told to begin a layer at, and the plans that are cut there."""
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from profiler import Cluster, trace
 from profiler.errors import ArgumentError
 from profiler.tracing.sequence import LayerSequence
 from tests.coverage.model_list import MODELS, Entry
+from tests.models.random_nested import WIDTH, Nested, random_nested
 
 CLUSTER = Cluster.of("64xA100-40GB", link="hdr")
 TRIED = 4
@@ -199,3 +201,58 @@ def test_a_cut_that_cannot_be_is_refused(asked: Any, said: str) -> None:
 def test_what_is_no_module_is_refused(asked: Any, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         trace(mostly_wide(), torch.zeros(2, 8, dtype=torch.float64), cut_at=asked, progress=False)
+
+
+def called_before(model: nn.Module, x: Tensor, path: str) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+    """Parameters that the plain model reads before a module's first operation, and those of it and not among them."""
+    inside, read = {*model.get_submodule(path).modules()}, list[nn.Parameter]()
+    ends: list[int] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        if module in inside:
+            ends.append(len(read))
+        read.extend(module.parameters(recurse=False))
+
+    handles = [module.register_forward_pre_hook(note) for module in model.modules()]
+    model(x)
+    for handle in handles:
+        handle.remove()
+    before = {*read[: ends[0]]} if ends else set()
+    return before, {*model.get_submodule(path).parameters()} - before
+
+
+def check_cut(model: nn.Module, x: Tensor, sequence: LayerSequence, path: str) -> None:
+    """What comes before the module is before the cut, and nothing of the module is; else it is refused."""
+    settings = Settings.of(CLUSTER, 64, {"cut_at": [path]})
+    demanded = rules_of(sequence.layers, settings, sequence.sample.cut_at).demanded.nonzero()[0]
+    cut = int(demanded[0]) if len(demanded) else 0
+    read = [{sequence.parameters[name] for name in layer.parameters} for layer in sequence.layers]
+    above, every = set[nn.Parameter]().union(*read[:cut]), set[nn.Parameter]().union(*read)
+    before, own = called_before(model, x, path)
+    assert before & every <= above, path
+    assert not own & above, path
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cut_of_a_random_model_lies_where_the_module_begins(seed: int) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    parts = [nn.Linear(WIDTH, WIDTH), random_nested(chance), random_nested(chance)]
+    model, x = Nested("plain", parts), torch.randn(4, WIDTH)
+    known = [name for name, _ in model.named_modules() if name]  # by another name it may be the second call
+    plain = trace(model, x, progress=False)
+    for path in known:
+        with contextlib.suppress(ArgumentError):
+            check_cut(model, x, plain, path)
+    begun: list[str] = []
+    for path in chance.sample(known, min(TRIED, len(known))):
+        try:
+            sequence = trace(model, x, cut_at=[*begun, path], progress=False)
+        except ArgumentError as refusal:
+            clear = "where no cut is safe;", "no layer holds a module of that path", "give that name"
+            assert any(text in str(refusal) for text in clear)
+            continue
+        begun.append(path)
+        assert trace(model, sequence.sample, progress=False).fingerprint == sequence.fingerprint
+        for each in begun:
+            check_cut(model, x, sequence, each)

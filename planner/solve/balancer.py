@@ -53,7 +53,7 @@ WORTH_WAITING = 1e-3
 """By what a plan must be faster for the search not to have been in vain [chosen]."""
 LARGE_S = 0.25
 """Seconds, counted so, of a search for some plan from which on a better plan comes before proofs [chosen]."""
-CLIMB_S, CLIMBING_S = 0.1, 5.0
+CLIMB_S, CLIMBING_S = 0.1, 10.0
 """Seconds of listing stages from which on a first plan is climbed from, and that this may take, counted so [chosen]."""
 TURNS, OWN_LEVEL = 3, 2
 """See `_Balancer._next`: its turns, and up to which level the part of the best plan is searched before all others
@@ -313,24 +313,26 @@ class _Balancer:
 
         def look(part: Part) -> Balance | None:
             nonlocal left_s
-            if left_s <= 0 or self._deadline.over:
-                return None
             self._in_vain_s = 0.0
             found = self._dive(part)
             left_s -= self._in_vain_s
             self._take(part, found)
-            return self._best
+            return found and part.in_whole(self._problem, found)
 
-        Ladder(self._problem, self._waiting(), look).climb(first)
+        ladder = Ladder(self._problem, self._waiting(), look, lambda: left_s > 0 and not self._deadline.over)
+        found = ladder.climb(first)
+        self._best = found if found.better_than(self._best) else self._best
         self._in_vain_s, self._ahead = had_s, None
 
-    def _waiting(self) -> list[Candidate]:
-        """Those of which no part was looked at, the least bound first."""
+    def _waiting(self, replicas: int | None = None) -> list[Candidate]:
+        """Those of which no part was looked at, the least bound first; with so many replicas alone."""
         stages = self._problem.settings.stages
         return [
             entry.part.candidate
             for entry in sorted(self._queue)
-            if entry.level == 0 and entry.part == Part(entry.part.candidate, stages)
+            if entry.level == 0
+            and entry.part == Part(entry.part.candidate, stages)
+            and replicas in (None, entry.part.candidate.replicas)
         ]
 
     def _divide(self, entry: Waiting) -> None:
@@ -423,7 +425,7 @@ class _Balancer:
 
     def _ahead_of(self, best: Balance) -> Part | None:
         """The number of micro-batches that would make the best plan faster, if there is one."""
-        found = fastest_count(self._problem, best, self._waiting(), best.candidate.replicas, best.step_s)
+        found = fastest_count(self._problem, best, self._waiting(best.candidate.replicas), best.step_s)
         return None if found is None else replace(self._part_of(best), candidate=found)
 
     def _with_others(self, best: Balance) -> Balance:
@@ -433,7 +435,7 @@ class _Balancer:
         be: with 63,000 samples its step took 7 times as long, with 1,024 devices 500 times.
         """
         for replicas in self._problem.replicas():
-            found = fastest_count(self._problem, best, self._waiting(), replicas, best.step_s)
+            found = fastest_count(self._problem, best, self._waiting(replicas), best.step_s)
             if found is not None:
                 best = replace(best, candidate=found, step_s=evaluate_s(self._problem, found, best.stages))
         return best

@@ -57,27 +57,23 @@ def promising(
     return candidates[best] if found[best] < below_s else None
 
 
-def fastest_count(
-    problem: Problem, best: Balance, candidates: Iterable[Candidate], replicas: int, below_s: float
-) -> Candidate | None:
-    """Of the best plan's schedule and so many replicas the candidate that makes its stages fastest; None if none does.
+def fastest_count(problem: Problem, best: Balance, candidates: Iterable[Candidate], below_s: float) -> Candidate | None:
+    """Of the candidates with the best plan's schedule the one that makes its stages fastest; None if none does.
 
     Args:
         problem: that the plan solves.
         best: the plan.
-        candidates: all that there are.
-        replicas: R.
+        candidates: with the same number of replicas.
         below_s: slower ones are of no use.
     """
     count = len(best.stages)
     used = Counter(stage.device_class for stage in best.stages)
-    if any(problem.classes[one].capacity(replicas) < number for one, number in used.items()):
-        return None
     others = [
         one
         for one in sorted(candidates, key=lambda one: one.split.count)
-        if (one.schedule, one.replicas) == (best.candidate.schedule, replicas)
-        and problem.most_stages(replicas, one.split.count) >= count
+        if one.schedule == best.candidate.schedule
+        and problem.most_stages(one.replicas, one.split.count) >= count
+        and all(problem.classes[place].capacity(one.replicas) >= number for place, number in used.items())
     ]
     return promising(
         others,

@@ -1,6 +1,6 @@
 """Of all M and K a search may come to none with a good plan: some all over their range are tried first."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -58,28 +58,25 @@ def climbed(problem: Problem, step_s: Callable[[Part], float], most: int = 1000)
         return Balance(part.candidate, tuple(choices), step_s(part), 0.0)
 
     parts = [part for one in problem.candidates() for part in Part(one).parts(problem)]
-    best = plan(parts[0])
-    looked: list[Part] = []
+    known, looked = {*parts}, list[Part]()
 
-    def look(part: Part) -> Balance | None:
-        nonlocal best
-        if len(looked) == most:
-            return None
+    def look(part: Part) -> Balance:
         looked.append(part)
-        found = plan(part)
-        best = found if found.step_s < best.step_s else best
-        return best
+        return plan(part)
 
-    def other_count(
-        _: Problem, best: Balance, __: Iterable[Candidate], replicas: int, below_s: float
-    ) -> Candidate | None:
-        others = [one for one in parts if one.stages == len(best.stages) and one.candidate.replicas == replicas]
-        found = min(others, key=step_s, default=None)
+    def fastest_count(_: Problem, best: Balance, candidates: Iterable[Candidate], below_s: float) -> Candidate | None:
+        others = [Part(one, len(best.stages)) for one in candidates]
+        fitting = [one for one in others if one in known]
+        found = min(fitting, key=step_s, default=None)
         return None if found is None or step_s(found) >= below_s else found.candidate
 
+    def evaluate_s(_: Problem, candidate: Candidate, stages: Sequence[StageChoice]) -> float:
+        return step_s(Part(candidate, len(stages)))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ladder, "fastest_count", other_count)
-        Ladder(problem, [*problem.candidates()], look).climb(best)
+        patch.setattr(ladder, "fastest_count", fastest_count)
+        patch.setattr(ladder, "evaluate_s", evaluate_s)
+        best = Ladder(problem, [*problem.candidates()], look, lambda: len(looked) < most).climb(plan(parts[0]))
     return best, looked
 
 

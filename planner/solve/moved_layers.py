@@ -3,8 +3,8 @@
     moved = MovedLayers(problem, stage_of, deadline)
     plan = moved.from_slowest(plan, slowest=3, most=1000)
 
-Where memory leaves few cuts, a layer more or less decides how much of a stage is recomputed, and a search that does not
-know it of most stages finds plans that are some percent slower than those beside them.
+The search's objective is only a bound of the step. Where messages differ between layers and memory leaves few cuts, its
+plans are some percent slower than those beside them by the simulator's seconds, which decide here.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isclose
 from numbers import Real
@@ -161,9 +162,8 @@ def _trains_alike(one: Plan, other: Plan) -> bool:
 def _settings_of(plan: Plan, profile: Profile, schedule: str) -> SettingKeywords:
     """What a plan shows of the settings that it was made with, so that a plan like itself is among those searched."""
     fewest = min(MICRO_BATCHES_PER_STAGE, max(1, plan.M // plan.ranks))
-    begun, firsts = profile.sample.cut_at, {stage.first_layer for stage in plan.stages}
     found: SettingKeywords = {
-        "cut_at": [path for path in begun if start_of(profile.layers, path, begun) in firsts],
+        "cut_at": list(_cuts_kept(plan, profile)),
         "replicas": plan.replicas,
         "shard_optimizer": plan.shard_optimizer,
         "micro_batches_per_stage": fewest,
@@ -173,6 +173,18 @@ def _settings_of(plan: Plan, profile: Profile, schedule: str) -> SettingKeywords
     if plan.skips and schedule == plan.schedule:
         found["skips"] = "direct"
     return found
+
+
+def _cuts_kept(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Those of the modules that the model was traced to be cut at that a stage of the plan begins with.
+
+    Profiles of before may have been traced to be cut where no cut is safe: no layer begins there, and no stage.
+    """
+    begun, firsts = profile.sample.cut_at, {stage.first_layer for stage in plan.stages}
+    for path in begun:
+        with suppress(ArgumentError):
+            if start_of(profile.layers, path, begun) in firsts:
+                yield path
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,20 @@ def test_cuts_that_were_asked_for_stay() -> None:
     assert 7 not in [stage.first_layer for stage in found.stages]
 
 
+def test_a_module_inside_a_layer_is_no_cut_that_stays() -> None:
+    """Profiles of before, traced to be cut where no cut is safe, were refused by a setting that nobody gave."""
+    plain = known(ONES, ONES, 1.0)
+    layers = list(plain.layers)
+    layers[2] = layers[2].model_copy(update={"module_paths": ("blocks.2", "blocks.2.out")})
+    sample = plain.sample.model_copy(update={"cut_at": ("blocks.2.out", "blocks.5.in")})
+    traced = plain.model_copy(update={"layers": tuple(layers), "sample": sample})
+    with pytest.raises(ArgumentError, match="which begins inside layer 2"):
+        made(traced, cut_at=["blocks.2.out"])
+    plan = made(traced, stages=2, cut_at=["blocks.5.in"])
+    found = plan.refined(frame(plan, lambda *_: 1.0), micro_batches=16, schedule="1f1b").plan
+    assert 5 in [stage.first_layer for stage in found.stages]
+
+
 def sharing(memory_bytes: int) -> Plan:
     """Of two replicas that share the optimizer's state."""
     row = (1.0, 1.0, 2.0, 20, 10, 16, 16)

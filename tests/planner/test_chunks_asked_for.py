@@ -4,11 +4,13 @@ Found by restricting problems at random: chunks of a rank were not added up wher
 where chunks are chosen the limit of stages was that of one chunk.
 """
 
+import random
 from typing import Any
 
 import pytest
 
 from planner import plan_from_profile
+from planner.plan.schedules import SCHEDULES
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError
 from tests.planner.made_up import build_profile
@@ -17,14 +19,14 @@ NEAR = Link(latency_s=0.0, bytes_per_s=1e3)
 ASKED: dict[str, Any] = {"micro_batches": 8, "micro_batches_per_stage": 1}
 
 
-def profile_of_layers(layers, kept=10, crossing=5):
+def profile_of_layers(layers, kept=10, crossing=5, sizes=(1, 2)):
     """Equal layers whose gradients of parameters can wait."""
     rows = {
         ("a", size): [
             [size, size, 2 * size, kept * size, 0, *[crossing * size * (layer < layers - 1)] * 2]
             for layer in range(layers)
         ]
-        for size in (1, 2)
+        for size in sizes
     }
     return build_profile(rows, links=(NEAR,), weights=[(0.5, 0.1)] * layers)
 
@@ -125,3 +127,37 @@ def test_cuts_at_the_beginning_or_in_one_place_take_no_more_chunks(device):
     cuts = [first, second, second.rpartition(".")[0]]
     plan = plan_from_profile(profile, [device()] * 2, batch_size=8, cut_at=cuts, max_stages=2, **asked)
     assert [stage.first_layer for stage in plan.stages] == [0, 4]
+
+
+def step_of(*given, **asked):
+    """Seconds, or None where it is refused."""
+    try:
+        return plan_from_profile(*given, **asked).prediction.step_s
+    except (ArgumentError, InfeasibleError):
+        return None
+
+
+@pytest.mark.parametrize("seed", range(1000, 1012))
+def test_chunks_that_are_chosen_for_cuts_are_the_best_that_could_be_named(device, seed):
+    """Whatever else is asked for; where none can be named, none is chosen."""
+    chance = random.Random(seed)
+    layers, devices = chance.randint(4, 12), [device()] * chance.randint(2, 4)
+    profile = profile_of_layers(layers, sizes=range(1, 9))
+    cuts = chance.sample(range(layers), chance.randint(0, min(layers, 4)))
+    asked: dict[str, Any] = {
+        "batch_size": chance.choice([2, 4, 8, 8]),
+        "cut_at": [profile.layers[place].module_paths[0] for place in cuts],
+        "micro_batches_per_stage": chance.choice([1, 1, 1, 2]),
+    }
+    for name, choice in (("replicas", [1, 2, "auto"]), ("max_stages", range(1, 11)), ("micro_batches", [1, 2, 4, 8])):
+        if chance.random() < 0.3:
+            asked[name] = chance.choice(choice)
+    named = [
+        step_of(profile, devices, schedule=schedule, chunks=chunks, **asked)
+        for schedule in SCHEDULES
+        for chunks in (1, 2, 3, 4)
+    ]
+    best = min((step_s for step_s in named if step_s is not None), default=None)
+    found = step_of(profile, devices, schedule="auto", chunks="auto", **asked)
+    assert (found is None) == (best is None)
+    assert found is None or found <= best * (1 + 1e-9)

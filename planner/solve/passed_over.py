@@ -51,9 +51,7 @@ def _without_rule(problem: Problem) -> Problem:
 
 
 def _binds(problem: Problem) -> bool:
-    """Whether there are more stages, for some M, without the rule; chunks are not asked without it."""
-    if problem.settings.chunks > 1:
-        return False
+    """Whether there are more stages, for some M, without the rule."""
     loose = _without_rule(problem)
     return any(
         loose.most_stages(one.replicas, one.split.count) > problem.most_stages(one.replicas, one.split.count)
@@ -62,8 +60,8 @@ def _binds(problem: Problem) -> bool:
 
 
 def _looser(problem: Problem, plan: Plan, spent_s: float) -> LooserPlan | None:
-    """The best plan without the rule if it is worth naming; with several chunks none is looked for."""
-    if problem.settings.chunks > 1 or Deadline(None).interrupted:
+    """The best plan without the rule if it is worth naming."""
+    if Deadline(None).interrupted:
         return None
     limit = problem.settings.time_limit_s
     loose, per_stage = _without_rule(problem), problem.settings.micro_batches_per_stage

@@ -47,6 +47,19 @@ def test_with_several_chunks_it_speaks_of_ranks(planned):
     assert plan.unused.reason == "M >= 4K (micro_batches_per_stage) allows no more than 2 ranks with M = 8"
 
 
+@pytest.mark.parametrize(
+    "asked", [{"schedule": "interleaved", "chunks": 2}, {"schedule": "interleaved", "chunks": "auto"}]
+)
+def test_with_several_chunks_the_rule_has_a_price_too(planned, asked):
+    """No plan without the rule was looked for where chunks were asked for."""
+    plan = planned(**asked)
+    assert plan.unused.looser is not None
+    found = planned(micro_batches_per_stage=1, **asked)
+    assert plan.unused.looser.step_s == pytest.approx(found.prediction.step_s)
+    assert (plan.unused.looser.stages, plan.unused.looser.chunks) == (found.K, found.chunks)
+    assert "without the rule M >= 4K" in repr(plan)
+
+
 def test_what_it_says_is_in_the_file(planned, tmp_path):
     plan = planned()
     plan.save(tmp_path / "plan.json")

@@ -12,7 +12,7 @@ from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
 from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, pooled_bytes
 from planner.cost.time_ledger import layer_seconds
 from planner.cost.transfers import copied_shares
-from planner.kernel.bottleneck import ROUNDING, least_bottleneck
+from planner.kernel.bottleneck import ROUNDING, least_bottleneck, least_rounds_s
 from planner.kernel.recompute_bounds import least_recompute_s
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Objective
@@ -187,8 +187,8 @@ def _link_seconds(problem: Problem, candidate: Candidate, passes: tuple[Floats, 
 
     The link carries all outputs, and all gradients as well; with flow shops one after the other. With 1F1B the
     stage before the cut is the n-th from the end and waits, each n micro-batches, until one has been to the end and
-    back: those of number n, 2 n, ..., the large ones first. It holds the layer before the cut at least; n is at most 1
-    more than the stages that there may be after the cut.
+    back over all cuts that follow: those of number n, 2 n, ..., the large ones first. It holds the layer before the cut
+    at least.
 
     Args:
         problem: whose boundaries.
@@ -206,16 +206,13 @@ def _link_seconds(problem: Problem, candidate: Candidate, passes: tuple[Floats, 
         return under_way * (there + back)
     longer: Floats = under_way * np.maximum(there, back)
     if SCHEDULES[candidate.schedule].objective is Objective.ROUNDS:
-        allowed = problem.rules.allowed
-        more_s, less_s = (
-            messages[0] + messages[1] + own.sum() - np.append(0.0, prefix_sums(own)[:-1])
-            for messages, own in zip((larger, smaller), passes, strict=True)
-        )
-        stages_behind = np.minimum(
-            allowed.sum() - np.cumsum(allowed), problem.most_stages(candidate.replicas, split.count) - 1
-        )
-        rounds, rounds_large = ((number - 1) // (1 + stages_behind) for number in (split.count, split.number_largest))
-        longer = np.maximum(longer, rounds_large * more_s + (rounds - rounds_large) * less_s)
+        messages = np.array([sized[0] + sized[1] for sized in (larger, smaller)])
+        around = messages + [own.sum() - np.append(0.0, prefix_sums(own)[:-1]) for own in passes]
+        most = problem.most_stages(candidate.replicas, split.count)
+        in_flight = np.maximum(1, np.arange(most + 1))
+        rounds, of_large = ((number - 1) // in_flight for number in (split.count, split.number_largest))
+        waits_s = least_rounds_s(problem.rules.allowed, around, messages, most, np.array([of_large, rounds - of_large]))
+        longer = np.maximum(longer, waits_s)
     longer[[0, -1]] = 0.0
     return longer
 

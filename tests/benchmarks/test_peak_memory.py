@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
+from planner.doubt import LESS_MEMORY_OF_PARTS
 from profiler import Profile, profile, trace
 from profiler.machine.local import local_devices
 from profiler.tracing.sample import call_arguments
@@ -89,6 +90,17 @@ def in_two_ways(schedules: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
     return [{"schedule": schedule, "chunks": chunks, "recompute": again} for (schedule, chunks), again in ways]
 
 
+def near_the_plan(table: pandas.DataFrame) -> None:
+    """Chunks never peak above it, and those that recompute not below its doubt.
+
+    What a recomputed micro-batch has for a moment counts in forward passes, too, which may come when most others wait
+    for the gradients of parameters.
+    """
+    least = table.index.get_level_values("recompute").map({"never": 1 - WITHIN, "always": 1 - LESS_MEMORY_OF_PARTS})
+    assert (table["ratio"] <= 1).all()
+    assert (table["ratio"] >= least).all()
+
+
 @pytest.mark.benchmark
 def test_each_rank_peaks_where_the_plan_says() -> None:
     """With whole and with split backward passes, and in an order of its own."""
@@ -113,11 +125,9 @@ def test_main_gradients_and_cast_parameters_peak_where_the_plan_says(precision: 
 
 @pytest.mark.benchmark
 def test_ranks_with_chunks_never_peak_above_the_plan() -> None:
-    """Nor far below it, where recompute leaves little but messages at each of its boundaries."""
+    """Nor far below it."""
     task = gpt()
-    table = table_of(task, profiled(task, 2), 2, in_two_ways(CHUNKED[:-1]))
-    assert (table["ratio"] <= 1).all()
-    assert (table["ratio"] >= 1 - WITHIN).all()
+    near_the_plan(table_of(task, profiled(task, 2), 2, in_two_ways(CHUNKED[:-1])))
 
 
 @pytest.mark.benchmark
@@ -125,9 +135,7 @@ def test_ranks_with_chunks_never_peak_above_the_plan() -> None:
 def test_ranks_with_chunks_in_a_v_peak_where_the_plan_says(ranks: int) -> None:
     """Nothing is under way at the turn; both chunks have micro-batches that wait for the gradients of parameters."""
     task = gpt()
-    ratio = table_of(task, profiled(task, ranks), ranks, in_two_ways(CHUNKED[-1:]))["ratio"]
-    assert (ratio <= 1).all()
-    assert (ratio >= 1 - WITHIN).all()
+    near_the_plan(table_of(task, profiled(task, ranks), ranks, in_two_ways(CHUNKED[-1:])))
 
 
 @pytest.mark.benchmark
@@ -151,4 +159,5 @@ def test_stages_hold_nothing_of_what_goes_past_them() -> None:
     inner = rows[rows["stage"].isin([1, 2])].groupby(["schedule", "skips"])["measured"].sum().unstack("skips")
     shares = inner["direct"] / inner["relayed"]
     print(f"what stages 1 and 2 hold, of what they hold with skips relayed\n{shares.to_string()}")
-    assert (shares < 1).all()
+    assert (shares <= 1).all()
+    assert shares["1f1b"] < 1  # with GPipe the plan may relay all of them

@@ -49,7 +49,7 @@ from profiler.value import Value, read_file
 CacheSetting: TypeAlias = str | Path | bool | None
 
 VARIABLE = "GPIPE_AUTOPLAN_CACHE"  # a folder, or "off"
-FORMAT = 9  # of the entries and of what is measured how; older ones are not found any more
+FORMAT = 10  # of the entries and of what is measured how; older ones are not found any more
 LONGEST_NAME = 255  # bytes, of a file on the usual file systems
 LONGEST_ENTRY = 64  # bytes, of the names that this module gives to files
 

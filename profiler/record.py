@@ -269,13 +269,16 @@ class OptimizerCost(Value):
     Attributes:
         name: class name, such as `"AdamW"`.
         seconds_per_byte: seconds of `optimizer.step()` and `zero_grad()` per byte of trainable parameters.
-        state_bytes_per_byte: bytes of optimizer state per byte of trainable parameters (2 for Adam).
+        state_bytes_per_byte: bytes of optimizer state per byte of all trainable parameters (2 for Adam).
+        state_bytes: bytes of the state of each of `Profile.stepped_parameters`, where one ratio does not say it:
+            Adafactor keeps rows and columns of a matrix. Else files leave it out.
     """
 
     name: str
     device_kind: str
     seconds_per_byte: Seconds
     state_bytes_per_byte: RelativeSize
+    state_bytes: tuple[Bytes, ...] = Field(default=(), exclude_if=not_)
 
 
 class Profile(Value):
@@ -340,7 +343,18 @@ class Profile(Value):
             if beyond >= len(self.layers):
                 raise ValueError(f"costs[{position}].in_stage names layer {beyond} of {len(self.layers)} layers")
         self._check_skips()
+        for optimizer in self.optimizers:
+            if optimizer.state_bytes and len(optimizer.state_bytes) != len(self.stepped_parameters):
+                raise ValueError(
+                    f"optimizer {optimizer.name} has state_bytes of {len(optimizer.state_bytes)} parameters, and the "
+                    f"model trains {len(self.stepped_parameters)}"
+                )
         return self
+
+    @property
+    def stepped_parameters(self) -> tuple[ParameterInfo, ...]:
+        """What an optimizer keeps state for: the trainable parameters that have elements."""
+        return tuple(parameter for parameter in self.parameters if parameter.trainable and parameter.elements)
 
     def _check_skips(self) -> None:
         values = self.skips or ()

@@ -13,6 +13,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import EllipsisType
 from typing import TypeAlias
 
 import numpy as np
@@ -31,6 +32,8 @@ from profiler.text import counted
 Floats: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.intp]
+Range: TypeAlias = tuple[int, int] | EllipsisType
+"""Layers [i, j) as (i, j), or all ranges at once: an index of matrices that have the range [i, j) at [i, j]."""
 
 _TIMES = ("forward_s", "recompute_s", "backward_s", "weight_s", "split_s")
 _SIZES = ("kept_bytes", "transient_bytes", "output_bytes", "output_gradient_bytes", "weight_kept_bytes")
@@ -398,6 +401,8 @@ class ParameterRanges:
         self.added_up: dict[tuple[OptimizerCost, int], Floats] = {}
         self._readers, self._main_sizes = readers, main_sizes
         self._stepped: dict[int, Floats] = {1: self.trainable}
+        self._trained = [parameter.name for parameter in profile.stepped_parameters]
+        self._states: dict[tuple[OptimizerCost, int], Floats] = {}
 
     def stepped(self, shares: int) -> Floats:
         """Bytes that one replica's optimizer steps at most, where so many share it; no less for a larger range."""
@@ -405,6 +410,29 @@ class ParameterRanges:
             layers = len(self.trainable) - 1
             self._stepped[shares] = largest_shares(layers, self._readers, self._main_sizes, shares)
         return self._stepped[shares]
+
+    def state(self, optimizer: OptimizerCost, shares: int, stage: Range) -> Floats:
+        """Bytes of state that one replica's optimizer keeps at most, where so many share it; likewise.
+
+        Where parameters have unlike states, which of them are in the largest share is not asked: it keeps no more than
+        all of them, and than as many bytes of the parameter with the most state for each of its own.
+
+        Args:
+            optimizer: what it keeps.
+            shares: replicas that share it.
+            stage: index of ranges.
+        """
+        if not optimizer.state_bytes:
+            return np.asarray(optimizer.state_bytes_per_byte * self.stepped(shares)[stage])
+        key = (optimizer, shares)
+        if key not in self._states:
+            sizes = dict.fromkeys(self._main_sizes, 0) | dict(zip(self._trained, optimizer.state_bytes, strict=True))
+            found = _unique_sums(len(self.trainable) - 1, self._readers, sizes)
+            if shares > 1:
+                most = max(sizes[name] / self._main_sizes[name] for name in self._trained)
+                found = np.minimum(found, most * self.stepped(shares))
+            self._states[key] = found
+        return self._states[key][stage]
 
 
 def _largest(layers: int, readers: dict[str, list[int]], sizes: dict[str, int]) -> Floats:

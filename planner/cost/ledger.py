@@ -26,21 +26,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, Flag, auto
 from functools import cache
-from types import EllipsisType
-from typing import TypeAlias
 
 import numpy as np
 
-from planner.cost.layer_costs import CostModel, Floats, Indices, LayerArrays, ParameterRanges
+from planner.cost.layer_costs import CostModel, Floats, Indices, LayerArrays, ParameterRanges, Range
 from planner.cost.messages import Carrier, Message
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
 from profiler.record import OptimizerCost
-
-Range: TypeAlias = tuple[int, int] | EllipsisType
-"""Layers [i, j) as (i, j), or all ranges at once: an index of matrices that have the range [i, j) at [i, j]."""
 
 
 class Of(Enum):
@@ -101,15 +96,13 @@ class RangeFigures:
 
     Attributes:
         parameters: bytes of the parameters of every range.
-        optimizer: what it keeps.
         stage: index of these bytes.
-        stepped: bytes of what one replica's optimizer steps there.
+        state: bytes that one replica's optimizer keeps there.
     """
 
     parameters: ParameterRanges
-    optimizer: OptimizerCost
     stage: Range
-    stepped: Floats
+    state: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,7 +141,7 @@ class Basis:
 
     def of_ranges(self, stage: Range) -> RangeFigures:
         """What rows of ranges read for these layers."""
-        return RangeFigures(self.parameters, self.optimizer, stage, self.parameters.stepped(self.shares)[stage])
+        return RangeFigures(self.parameters, stage, self.parameters.state(self.optimizer, self.shares, stage))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,11 +281,7 @@ ROWS: tuple[RangeRow | Row, ...] = (
     RangeRow("buffers", "parameters", lambda at: at.parameters.buffers[at.stage]),
     RangeRow("gradients", "gradients", lambda at: at.parameters.gradients[at.stage]),
     RangeRow("master weights", "optimizer", lambda at: at.parameters.masters[at.stage]),
-    RangeRow(
-        "state of the optimizer",
-        "optimizer",
-        lambda at: np.ceil(at.optimizer.state_bytes_per_byte * at.stepped),
-    ),
+    RangeRow("state of the optimizer", "optimizer", lambda at: np.ceil(at.state)),
     RangeRow(
         "gradients cast for the optimizer",
         "gradients",

@@ -148,9 +148,9 @@ def range_bytes(basis: Basis) -> Floats:
 
 
 def pooled_bytes(basis: Basis) -> float:
-    """What stages hold of all layers together at least: with even shares of what several replicas step."""
+    """What stages hold of all layers together at least: with even shares of what several replicas keep."""
     figures = basis.of_ranges((0, -1))
-    even = replace(figures, stepped=np.array(basis.parameters.trainable[0, -1] / basis.shares))
+    even = replace(figures, state=basis.parameters.state(basis.optimizer, 1, (0, -1)) / basis.shares)
     return float(sum(row.figure(even) for row in range_rows()))
 
 

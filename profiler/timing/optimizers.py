@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from math import ceil, isclose
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +25,9 @@ from profiler.torch_private import storage_of
 
 COPIED_BYTES_AT_MOST = 64 * 2**20  # enough to leave any cache, little enough to be measured in a second
 COPIED_SHARE = 1 / 16  # of a device's memory at most: gradients, state and temporaries are several times as large
+SAME_STATE = (
+    1e-9  # relative difference of a parameter's state from its share of all, at most, where one ratio is enough
+)
 UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")  # the base; needs a closure; needs sparse gradients
 
 
@@ -126,7 +130,7 @@ def optimizer_cost(
     computing: torch.dtype | None = None,
     adding: torch.dtype | None = None,
 ) -> OptimizerCost:
-    """Measure `step()` and `zero_grad()` of an optimizer; its state is that of `state_bytes`.
+    """Measure `step()` and `zero_grad()` of an optimizer; its state is that of `cost_with_state`.
 
     Args:
         name: what `named_optimizer` gave, or of a class in `torch.optim` for its default settings.
@@ -147,7 +151,7 @@ def optimizer_cost(
     trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel()]
     if not trained:
         return OptimizerCost(name=str(name), device_kind=device.kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
-    whole_state = state_bytes(name, trained)
+    states = state_bytes(name, trained)
     copies = _copies(trained, place, min(COPIED_BYTES_AT_MOST, int(COPIED_SHARE * device.memory_bytes)))
     gradients = [torch.full_like(copy, 1e-3, dtype=adding, requires_grad=False) for copy in copies]
     optimizer = _build(name, copies)
@@ -167,18 +171,41 @@ def optimizer_cost(
 
     with computing_with(device.threads):
         timing = time_call(step, place, prepare=give_gradients, budget_s=budget_s)
+    seconds_per_byte = timing.median_s / sum(copy.nbytes for copy in copies)
+    return cost_with_state(name, device.kind, seconds_per_byte, trained, states)
+
+
+def cost_with_state(
+    name: str, kind: str, seconds_per_byte: float, parameters: Sequence[Tensor], states: Sequence[int]
+) -> OptimizerCost:
+    """What a step costs, with the state of each parameter where one ratio does not say it.
+
+    Args:
+        name: of the optimizer.
+        kind: of device.
+        seconds_per_byte: of the parameters.
+        parameters: that it steps, which have elements.
+        states: bytes of the state of each.
+    """
+    ratio = sum(states) / sum(parameter.nbytes for parameter in parameters)
+    alike = all(
+        isclose(state, ratio * parameter.nbytes, rel_tol=SAME_STATE)
+        for parameter, state in zip(parameters, states, strict=True)
+        if parameter.dim()  # of a scalar the state is as little known as a step counter
+    )
     return OptimizerCost(
         name=str(name),
-        device_kind=device.kind,
-        seconds_per_byte=timing.median_s / sum(copy.nbytes for copy in copies),
-        state_bytes_per_byte=whole_state / sum(parameter.nbytes for parameter in trained),
+        device_kind=kind,
+        seconds_per_byte=seconds_per_byte,
+        state_bytes_per_byte=ratio,
+        state_bytes=() if alike else tuple(states),
     )
 
 
-def state_bytes(name: str, parameters: Sequence[Tensor]) -> int:
-    """Bytes of the optimizer's own state after a step, on tensors that have shapes and no data.
+def state_bytes(name: str, parameters: Sequence[Tensor]) -> list[int]:
+    """Bytes of the optimizer's own state of each parameter after a step, on tensors that have shapes and no data.
 
-    Scalars such as a step counter are left out.
+    Scalars such as a step counter are left out. What is no parameter's own is spread over all of them.
 
     Args:
         name: as for `optimizer_cost`.
@@ -189,25 +216,39 @@ def state_bytes(name: str, parameters: Sequence[Tensor]) -> int:
     """
     try:
         try:
-            optimizer = _stepped(name, parameters, "meta")
+            optimizer, stepped = _stepped(name, parameters, "meta")
         except RuntimeError:  # fused ones want a device that computes
             with FakeTensorMode():
-                optimizer = _stepped(name, parameters)
+                optimizer, stepped = _stepped(name, parameters)
     except (TypeError, ValueError, RuntimeError) as problem:
         raise ArgumentError(f"optimizer={name!r} cannot train this model: {problem}") from problem
-    tensors = [leaf for leaf in pytree.tree_leaves(dict(optimizer.state)) if isinstance(leaf, Tensor) and leaf.dim()]
-    return sum({storage_of(leaf): leaf.untyped_storage().nbytes() for leaf in tensors}.values())
+    known, seen = [id(parameter) for parameter in stepped], set[object]()
+    found = dict.fromkeys(known, 0)
+    shared = 0
+    for owner, state in optimizer.state.items():
+        for leaf in pytree.tree_leaves(state):
+            if not isinstance(leaf, Tensor) or not leaf.dim() or storage_of(leaf) in seen:
+                continue
+            seen.add(storage_of(leaf))
+            if id(owner) in found:
+                found[id(owner)] += leaf.untyped_storage().nbytes()
+            else:
+                shared += leaf.untyped_storage().nbytes()
+    each = shared / sum(parameter.nbytes for parameter in parameters) if shared else 0.0
+    return [found[one] + ceil(each * parameter.nbytes) for one, parameter in zip(known, parameters, strict=True)]
 
 
-def _stepped(name: str, parameters: Sequence[Tensor], device: str | None = None) -> torch.optim.Optimizer:
-    """An optimizer of tensors shaped like these, after a step."""
+def _stepped(
+    name: str, parameters: Sequence[Tensor], device: str | None = None
+) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """An optimizer of tensors shaped like these, after a step, and these."""
     trained = [torch.empty(one.shape, dtype=one.dtype, device=device, requires_grad=True) for one in parameters]
     for tensor in trained:
         tensor.grad = torch.empty_like(tensor, requires_grad=False)
     optimizer = _build(name, trained)
     with _AnyNumber():  # type: ignore[no-untyped-call]
         optimizer.step()
-    return optimizer
+    return optimizer, trained
 
 
 class _AnyNumber(TorchDispatchMode):

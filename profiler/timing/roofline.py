@@ -27,7 +27,7 @@ from profiler.datasheets import data_sheet
 from profiler.errors import ArgumentError
 from profiler.record import Estimate, OptimizerCost, WithoutFormula
 from profiler.timing.counted_work import Arithmetic, LayerWork, Operations
-from profiler.timing.optimizers import state_bytes
+from profiler.timing.optimizers import cost_with_state, state_bytes
 
 MATRIX_EFFICIENCY = 0.84
 """Of the rate that the largest matrix products reach (`DataSheet.matrix_share`), what training's do [fitted: 0.72 of
@@ -206,13 +206,10 @@ def estimated_optimizer(
     trained = [tensor for tensor in parameters if tensor.requires_grad and tensor.numel()]
     if not trained:
         return OptimizerCost(name=str(name), device_kind=kind, seconds_per_byte=0.0, state_bytes_per_byte=0.0)
-    size_bytes, state = sum(tensor.nbytes for tensor in trained), state_bytes(name, trained)
-    moved_bytes = 4 * size_bytes + 2 * state  # parameters and state read and written, gradients read and set to zero
+    size_bytes, states = sum(tensor.nbytes for tensor in trained), state_bytes(name, trained)
+    moved_bytes = 4 * size_bytes + 2 * sum(
+        states
+    )  # parameters and state read and written, gradients read and set to zero
     moved_bytes += size_bytes + rounded_bytes if rounded_bytes else 0
     moved_bytes += size_bytes + added_bytes if added_bytes else 0
-    return OptimizerCost(
-        name=str(name),
-        device_kind=kind,
-        seconds_per_byte=moved_bytes / rates.memory_bytes_per_s / size_bytes,
-        state_bytes_per_byte=state / size_bytes,
-    )
+    return cost_with_state(name, kind, moved_bytes / rates.memory_bytes_per_s / size_bytes, trained, states)

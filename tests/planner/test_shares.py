@@ -50,6 +50,33 @@ def test_each_range_counts_its_largest_share_and_no_less_than_a_smaller_range(da
         assert found[first, stop] == max([max(loads), *inner])
 
 
+@given(st.data())
+def test_each_range_has_room_for_the_state_of_unlike_parameters(data: Any) -> None:
+    """What one replica has of it is exact, and of those that share it none has more."""
+    layers, replicas = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    parameters = [(size, data.draw(st.integers(0, 3)) > 0) for size in data.draw(SIZES)]
+    positions = st.lists(st.integers(0, len(parameters) - 1), max_size=4, unique=True) if parameters else st.just([])
+    readers = [data.draw(positions) for _ in range(layers)]
+    made = build_profile({("a", 1): [(1.0,) * 7] * layers}, parameters=parameters, readers=readers)
+    states = {name: data.draw(st.integers(0, 500)) for name, (_, trained) in enumerate(parameters) if trained}
+    optimizer = made.optimizers[0].model_copy(update={"state_bytes": tuple(states.values())})
+    ranges = ParameterRanges(made)
+    found = ranges.state(optimizer, replicas, ...)
+    for first, stop in itertools.combinations(range(layers + 1), 2):
+        names = dict.fromkeys(position for layer in readers[first:stop] for position in layer if position in states)
+        kept = [0] * replicas
+        owners = owners_of([parameters[name][0] for name in names], replicas)
+        for name, owner in zip(names, owners, strict=True):
+            kept[owner] += states[name]
+        assert found[first, stop] == ranges.state(optimizer, replicas, (first, stop))
+        if states:
+            assert max(kept) <= found[first, stop] <= sum(kept)
+        if replicas == 1 and states:
+            assert found[first, stop] == max(kept)
+        inner = [found[i, j] for i, j in itertools.combinations(range(first, stop + 1), 2)]
+        assert max(inner) == found[first, stop]
+
+
 WIDTH, BLOCKS, REPLICAS = 64, 6, 4
 ELEMENTS = BLOCKS * (WIDTH * WIDTH + WIDTH)
 

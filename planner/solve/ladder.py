@@ -5,7 +5,8 @@ where twice as many are a third faster. So a first plan is climbed from, which t
 with each R and micro-batches of one size (where memory is tight cuts that are good for one are not for another):
 
     with other K            far apart, where the work alone says that they may be faster: from the number that has the
-                            least bound up, then down; then between the best and those beside it
+                            least bound up, then down, as long as plans do not become slower and slower; then between
+                            the best and those beside it
     with other M            of micro-batches of that size; what makes the stages of each plan fastest
 
 then with half and twice that size, as long as plans are nearly as fast.
@@ -13,7 +14,7 @@ then with half and twice that size, as long as plans are nearly as fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,8 @@ APART = 1.25
 """Ratio of one number of stages to the next that is tried [chosen]."""
 NEAR = 1.02
 """By how much slower than the best plan one may be for half and twice its micro-batches' size to be tried [chosen]."""
+SLOWER_RUNGS = 3
+"""Rungs one after the other whose plans are slower and slower, after which no further ones are tried [chosen]."""
 WORTH_A_RUNG = 1e-3
 """By how much faster a plan must be for another rung near it [chosen]."""
 
@@ -84,13 +87,23 @@ class Ladder:
 
         def look(numbers: Iterable[int]) -> None:
             nonlocal best
+            slower: list[float] = []
             for number in numbers:
                 tried.add(number)
                 found = self._hopeful(begin if best is None else best.candidate, number, alike)
-                if found is not None and found.better_than(best):
-                    best = found
+                if found is None:
+                    continue
+                slower = [step_s for step_s in slower if step_s < found.step_s] + [found.step_s]
+                if found.better_than(best):
+                    best, slower = found, []
+                if len(slower) == SLOWER_RUNGS:
+                    break
 
-        look([own] if self._problem.settings.stages is not None else _rungs(own, most))
+        if self._problem.settings.stages is not None:
+            look([own])
+        else:
+            for rungs in _rungs(own, most):
+                look(rungs)
         while best is not None and self._goes_on():
             before_s, own = best.step_s, len(best.stages)
             below = max((one for one in tried if one < own), default=own)
@@ -116,13 +129,11 @@ class Ladder:
         return found
 
 
-def _rungs(own: int, most: int) -> Iterator[int]:
-    """From one number of stages up to the most, whose plans take longer to find, then down."""
-    count = own
-    while count < most:
-        yield count
-        count = min(most, max(count + 1, round(count * APART)))
-    yield most
-    count = own
-    while (count := min(count - 1, round(count / APART))) >= 1:
-        yield count
+def _rungs(own: int, most: int) -> tuple[list[int], list[int]]:
+    """From one number of stages up to the most, whose plans take longer to find, and down."""
+    up, down = [own], [own]
+    while up[-1] < most:
+        up.append(min(most, max(up[-1] + 1, round(up[-1] * APART))))
+    while down[-1] > 1:
+        down.append(min(down[-1] - 1, round(down[-1] / APART)))
+    return up, down[1:]

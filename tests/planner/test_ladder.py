@@ -116,6 +116,19 @@ def test_stages_that_the_work_alone_makes_slower_are_not_looked_at() -> None:
     assert {16, 10} <= numbers <= {*range(9, 17)}
 
 
+def test_rungs_that_are_slower_and_slower_leave_time_for_other_sizes() -> None:
+    """Of a Llama on 64 devices all rungs of one size had the same bound, and took the time of those twice as large."""
+    problem = problem_of(micro_batches_per_stage=1, micro_batch_sizes=[1, 2])
+
+    def step_s(part: Part) -> float:
+        stages = part.stages or 1
+        return 1e9 * (1 + 1e-4 * (stages + 2 if part.candidate.split.largest == 1 else abs(stages - 10)))
+
+    best, looked = climbed(problem, step_s, most=16)
+    assert (best.candidate.split.largest, len(best.stages)) == (2, 10)
+    assert sum(part.candidate.split.largest == 1 for part in looked) == 1 + ladder.SLOWER_RUNGS
+
+
 @pytest.mark.usefixtures("dear_bounds")
 def test_bounds_of_many_counts_leave_patience_for_plans() -> None:
     """8B parameters on 64 H100 took 17.0 s a step, and 12.8 s with 38 stages: bounds took all of the patience."""

@@ -76,8 +76,8 @@ def export(
     sequence = traced_as_planned(model, plan)
     check_model(model, sequence, plan)
     refuse_what_goes_wrong(plan, sequence, row)
-    row.check(plan, model, sequence)
-    units = None if row.unit_paths is None else units_of(sequence, row.unit_paths(model))
+    units = None if row.unit_paths is None else units_of(sequence, model, row.unit_paths)
+    row.check(Request(plan, model, sequence, units))
     profile = plan.profile if profile is None else profile
     there = moved(plan, _form(row, plan, sequence, units), profile, devices)
     refuse_what_goes_wrong(there.plan, sequence, row)  # a cut that moved may part what was together
@@ -150,7 +150,7 @@ def _places(row: Target, plan: Plan, sequence: LayerSequence, units: Units) -> f
     """One position for each number of units before it: the plan's own cut, or the last before the next unit."""
     own = {stage.stop_layer for stage in plan.stages}
     chosen: dict[int, int] = {}
-    possible = row.borders(units.paths)
+    possible = row.borders(units)
     for position, count in units.before.items():
         crosses = sum(value.requires_grad for value in sequence.boundaries[position])
         if count not in possible or (row.tensors_between is not None and crosses > row.tensors_between):

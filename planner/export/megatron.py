@@ -11,12 +11,9 @@ import shlex
 from collections.abc import Sequence
 from itertools import groupby
 
-from torch import nn
-
-from planner.export.refusing import apart
+from planner.export.refusing import OURS
 from planner.export.target import Made, Recompute, Request, Target
-from planner.export.units import block_paths, is_listed
-from planner.plan.plan import Plan
+from planner.export.units import Units, block_paths, owners
 from planner.plan.schedules import schedules_of
 from profiler.errors import InfeasibleError
 from profiler.precision import recipe_of
@@ -28,44 +25,90 @@ _PLAIN = 3
 """So many equal letters are written out; more as a letter with a count."""
 
 
-def _lists(paths: Sequence[str]) -> dict[str, list[int]]:
-    """Positions of the blocks of each list."""
-    found: dict[str, list[int]] = {}
-    for position, path in enumerate(paths):
-        if is_listed(path):
-            found.setdefault(path.rpartition(".")[0], []).append(position)
-    return found
-
-
-def _blocks(paths: Sequence[str]) -> range:
+def _blocks(units: Units) -> range:
     """Positions of the transformer's blocks; none if there is not one list of them in a row."""
-    lists = [positions for positions in _lists(paths).values() if len(positions) > 1]
+    lists = [sorted(map(units.paths.index, blocks)) for blocks in units.blocks.values() if len(blocks) > 1]
     if len(lists) != 1 or lists[0] != list(range(lists[0][0], lists[0][-1] + 1)):
         return range(0)
     return range(lists[0][0], lists[0][-1] + 1)
 
 
-def _borders(paths: Sequence[str]) -> range:
+def _borders(units: Units) -> range:
     """A stage may begin with any block, and with what follows the last."""
-    blocks = _blocks(paths)
-    return range(max(1, blocks.start), min(len(paths), blocks.stop + 1)) if blocks else range(0)
+    blocks = _blocks(units)
+    return range(max(1, blocks.start), min(len(units.paths), blocks.stop + 1)) if blocks else range(0)
 
 
-def _check(plan: Plan, model: nn.Module, sequence: LayerSequence) -> None:
-    paths = block_paths(model)
-    blocks = _blocks(paths)
+def _letters(units: Units) -> dict[str, str]:
+    """Where each unit goes: `EMBEDDING`, `LOSS`, or its own path if it is a block."""
+    blocks = _blocks(units)
+    return {
+        path: EMBEDDING if number < blocks.start else LOSS if number >= blocks.stop else path
+        for number, path in enumerate(units.paths)
+    }
+
+
+def _places(units: Units, sequence: LayerSequence) -> list[set[str]]:
+    """Where the units of each layer go; what is of none goes with what is before it."""
+    letters = _letters(units)
+    own = [{letters[path] for path in owners(layer.module_paths, letters)} for layer in sequence.layers]
+    inside = [index for index, places in enumerate(own) if places - {EMBEDDING, LOSS}] or [len(own)]
+    for index, places in enumerate(own):
+        if not places:
+            own[index] = {EMBEDDING} if index < inside[0] else {LOSS} if index > inside[-1] else own[index - 1]
+    return own
+
+
+def _users(places: Sequence[set[str]]) -> set[str]:
+    """Where the layers that read a parameter go; units that cannot be parted have a layer of both."""
+    if common := set.intersection(*places):
+        return {min(common)}
+    return set().union(*(one & {EMBEDDING, LOSS} or one for one in places))
+
+
+def _ties_embedding(units: Units, sequence: LayerSequence) -> bool:
+    """Whether E and L share a matrix, as Megatron-LM's word embedding and head can.
+
+    Raises:
+        InfeasibleError: the model shares another parameter.
+    """
+    letters, places = _letters(units), _places(units, sequence)
+    ties = False
+    for name, layers in sequence.tied.items():
+        found = _users([places[layer] for layer in layers])
+        names = sequence.aliases.get(name, (name,))
+        if len(names) > 1:
+            found |= {letters.get(path, path) for one in names for path in owners([one], letters) or {one}}
+        if len(found) == 1:
+            continue
+        if found != {EMBEDDING, LOSS} or sequence.parameters[name].dim() != 2 or ties:
+            raise InfeasibleError(
+                f"Megatron-LM shares one weight, between the embedding and the head, and {' and '.join(names)} is one "
+                f"parameter that {', '.join(sorted(found))} use; untie it and plan again, or {OURS}"
+            )
+        ties = True
+    return ties
+
+
+def _check(request: Request) -> None:
+    plan, units = request.plan, request.units
+    assert units is not None
+    blocks = [units.paths[position] for position in _blocks(units)]
     if not blocks:
-        found = ", ".join(f"{len(positions)} in {name!r}" for name, positions in _lists(paths).items()) or "none"
+        found = ", ".join(f"{len(paths)} in {name!r}" for name, paths in units.blocks.items()) or "none"
         raise InfeasibleError(
-            f"Megatron-LM lays out a transformer of one list of blocks, and this model has {found}; export to "
+            f"Megatron-LM lays out a transformer of one list of blocks, and this model has {found} (of an "
+            "nn.Sequential, the members of its most frequent class if they are in a row); export to "
             "torch.distributed.pipelining, which takes any model"
         )
-    for name, ranks in apart(plan, sequence).items():
-        if ranks != [0, plan.ranks - 1]:
-            raise InfeasibleError(
-                f"Megatron-LM adds up gradients of word embeddings on the first and the last rank, and {name} is on "
-                f"ranks {', '.join(map(str, ranks))}; untie it and plan again"
-            )
+    classes = dict.fromkeys(type(request.model.get_submodule(path)).__name__ for path in blocks)
+    if len(classes) > 1:
+        raise InfeasibleError(
+            f"Megatron-LM lays out blocks of one class, and the list of {blocks[0]} to {blocks[-1]} holds members of "
+            f"{len(classes)}: {', '.join(classes)}; keep nothing but blocks in it, or export to "
+            "torch.distributed.pipelining, which takes any model"
+        )
+    _ties_embedding(units, request.sequence)
     if plan.chunks > 1 and plan.M % plan.ranks:
         raise InfeasibleError(
             f"Megatron-LM's interleaved schedule takes whole groups of {plan.ranks} micro-batches, and M = {plan.M}; "
@@ -89,10 +132,10 @@ def layout_text(stages: Sequence[Sequence[str]]) -> str:
 
 
 def _make(request: Request) -> Made:
-    plan, paths = request.plan, [path for stage in request.unit_paths for path in stage]
-    blocks = _blocks(paths)
-    number = {path: position for position, path in enumerate(paths)}
-    letters = ["".join(BLOCK for path in stage if number[path] in blocks) for stage in request.unit_paths]
+    plan, units = request.plan, request.units
+    assert units is not None
+    blocks = {units.paths[position] for position in _blocks(units)}
+    letters = ["".join(BLOCK for path in stage if path in blocks) for stage in request.unit_paths]
     letters[0] = EMBEDDING + letters[0]
     letters[-1] += LOSS
     arguments = {
@@ -108,7 +151,7 @@ def _make(request: Request) -> Made:
             "--recompute-method": "uniform",
             "--recompute-num-layers": "1",
         }
-    flags = [] if request.sequence.tied else ["--untie-embeddings-and-output-weights"]
+    flags = [] if _ties_embedding(units, request.sequence) else ["--untie-embeddings-and-output-weights"]
     recipe = recipe_of(plan.sample.precision)
     if recipe is not None:
         flags += ["--bf16"] if recipe.casts_at_end else ["--bf16", "--accumulate-allreduce-grads-in-fp32"]
@@ -132,7 +175,7 @@ TARGET = Target(
     between="a transformer's blocks",
     borders=_borders,
     tensors_between=1,
-    recompute=Recompute.LISTED,
+    recompute=Recompute.BLOCKS,
     adds_tied=True,
     averages_replicas=True,
     shards_optimizer=True,

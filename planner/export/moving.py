@@ -76,7 +76,7 @@ class Form:
         """What the engine recomputes of a stage where it recomputes at all."""
         if self.recompute is Recompute.STAGES or self.units is None:
             return (Segment(first=first, stop=stop),)
-        spans = self.units.spans(first, stop, listed_only=self.recompute is Recompute.LISTED)
+        spans = self.units.spans(first, stop, blocks_only=self.recompute is Recompute.BLOCKS)
         return tuple(Segment(first=a, stop=b) for a, b in spans)
 
 
@@ -148,7 +148,7 @@ def _best(problem: Problem, plan: Plan, form: Form) -> Plan | None:
 def _recomputing(problem: Problem, plan: Plan, form: Form, others: Sequence[Plan | None]) -> Plan | None:
     """The best plan that recomputes all that the engine can; from cuts of others, too, where units are recomputed."""
     whole = _searched(problem, plan, form, "always")
-    if form.recompute not in (Recompute.UNITS, Recompute.LISTED):
+    if form.recompute not in (Recompute.UNITS, Recompute.BLOCKS):
         return whole
     return _recomputing_units(problem, [start for start in (*others, whole) if start is not None], plan, form)
 

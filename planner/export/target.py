@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -24,7 +24,7 @@ class Recompute(Enum):
     ANY = "any segments of layers"
     STAGES = "every stage as a whole, or nothing"
     UNITS = "every unit by itself, or nothing"
-    LISTED = "every block of a list by itself, or nothing"
+    BLOCKS = "every block of a list by itself, or nothing"
     LEFT_TO_ENGINE = "the plan's choice cannot be handed over"
 
 
@@ -33,7 +33,7 @@ class Request:
     """What a target is asked for.
 
     Attributes:
-        plan: as the engine runs it.
+        plan: as the engine runs it; before that is known as it was made.
         model: that the plan is for.
         sequence: its layers.
         units: what the engine puts on stages; None where it takes any layers.
@@ -88,7 +88,7 @@ class Target:
         schedules: of a plan, those that it can run.
         unit_paths: what stages are made of; None if it takes any layers.
         between: what these are, in a message.
-        borders: of the paths of the units, how many may come before a cut; any number by default.
+        borders: of the units, how many may come before a cut; any number by default.
         tensors_between: most tensors with a gradient that may cross a border between stages; None for any number. Those
             without one, such as masks, are each stage's to have.
         recompute: what it can recompute.
@@ -100,7 +100,7 @@ class Target:
             (k + 1)R - 1.
         has_micro_batches: whether it cuts a mini-batch into micro-batches at all.
         precisions: recipes of mixed precision that it is told with the plan; under others it would train otherwise.
-        check: refuses what only this target cannot, with a reason.
+        check: refuses what only this target cannot, with a reason; it is asked before cuts move.
         suits: whether this row is for such a plan and model; else `otherwise` is.
         otherwise: another row for the same engine.
     """
@@ -111,7 +111,7 @@ class Target:
     schedules: tuple[str, ...]
     unit_paths: UnitPaths | None
     between: str = "layers"
-    borders: Callable[[Sequence[str]], range] = lambda paths: range(1, len(paths))
+    borders: Callable[[Units], range] = lambda units: range(1, len(units.paths))
     tensors_between: int | None = None
     recompute: Recompute
     defers_statistics: bool = False
@@ -121,7 +121,7 @@ class Target:
     one_process: bool = False
     has_micro_batches: bool = True
     precisions: tuple[str, ...] = ()
-    check: Callable[[Plan, nn.Module, LayerSequence], None] = lambda plan, model, sequence: None
+    check: Callable[[Request], None] = lambda request: None
     suits: Callable[[Plan, nn.Module], bool] = lambda plan, model: True
     otherwise: Target | None = None
 

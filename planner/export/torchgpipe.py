@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from planner.export.stage_module import StageModule, check_outputs
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import child_paths
-from planner.plan.plan import Plan
 from planner.plan.schedules import schedules_of
 from profiler.errors import InfeasibleError
 from profiler.sample_spec import TensorLeaf
-from profiler.tracing.sequence import LayerSequence
 
 
 class SequentialStage(StageModule):
@@ -72,8 +70,8 @@ def _stages(request: Request) -> Made:
     return Made(arguments, _text(arguments), notes=tuple(notes), module=nn.Sequential(*stages))
 
 
-def _check_stages(plan: Plan, model: nn.Module, sequence: LayerSequence) -> None:
-    dims = {leaf.batch_dim for leaf in sequence.sample.leaves if isinstance(leaf, TensorLeaf)}
+def _check_stages(request: Request) -> None:
+    dims = {leaf.batch_dim for leaf in request.sequence.sample.leaves if isinstance(leaf, TensorLeaf)}
     if dims != {0}:
         raise InfeasibleError(
             f"torchgpipe cuts all inputs along dimension 0, and those of this model have the batch in dimensions "

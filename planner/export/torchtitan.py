@@ -73,6 +73,6 @@ TARGET = Target(
     unit_paths=listed_paths,
     between="the model's children and the members of its lists",
     tensors_between=1,
-    recompute=Recompute.LISTED,
+    recompute=Recompute.BLOCKS,
     averages_replicas=True,
 )

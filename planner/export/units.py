@@ -9,7 +9,8 @@ a helper that they share, such as an activation function, and can be on every st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
@@ -55,6 +56,22 @@ def _blocks(module: nn.Module, prefix: str, *, is_list: bool) -> Iterator[str]:
             yield path
 
 
+def _named_blocks(module: nn.Module) -> list[str]:
+    """Names of the members of a list that are blocks: all of them, as they have numbers for names.
+
+    An `nn.Sequential` may hold a whole model, so there they are the members of the class that most are of, in a row;
+    none if two classes are as frequent, or others lie between.
+    """
+    names = [name for name, _ in module.named_children()]
+    if not isinstance(module, nn.Sequential):
+        return [name for name in names if name.isdecimal()]
+    classes = [type(child) for child in module.children()]
+    (most, count), *others = Counter(classes).most_common(2)
+    first = classes.index(most)
+    is_run = all(fewer < count for _, fewer in others) and classes[first : first + count] == [most] * count
+    return names[first : first + count] if is_run else []
+
+
 def _holds_list(module: nn.Module) -> bool:
     return any(isinstance(inner, nn.ModuleList | nn.ModuleDict | nn.Sequential) for inner in module.modules())
 
@@ -65,11 +82,13 @@ class Units:
 
     Attributes:
         paths: in the order in which they run; those that run no operation stand after the one declared before them.
+        blocks: path of a list -> those of the units that are its blocks.
         before: position of a cut that parts no unit -> how many of them come before it, at least one, not all.
         layers: number of layers of the model.
     """
 
     paths: tuple[str, ...]
+    blocks: Mapping[str, tuple[str, ...]]
     before: Mapping[int, int]
     layers: int
 
@@ -78,9 +97,10 @@ class Units:
         counts = [0, *(self.before[stop] for stop in stops[:-1]), len(self.paths)]
         return tuple(self.paths[first:last] for first, last in pairwise(counts))
 
-    def spans(self, first: int, stop: int, *, listed_only: bool) -> list[tuple[int, int]]:
-        """The layers of a stage parted at all borders inside; without those of units that are not of a list."""
+    def spans(self, first: int, stop: int, *, blocks_only: bool) -> list[tuple[int, int]]:
+        """The layers of a stage parted at all borders inside; without those that hold no block."""
         counts = {0: 0, **self.before, self.layers: len(self.paths)}
+        blocks = {path for paths in self.blocks.values() for path in paths}
         ends = {counts[first]: first, counts[stop]: stop}
         for position in sorted(self.before):
             if first < position < stop:
@@ -88,15 +108,16 @@ class Units:
         return [
             (ends[one], ends[other])
             for one, other in pairwise(sorted(ends))
-            if not listed_only or all(is_listed(path) for path in self.paths[one:other])
+            if not blocks_only or not blocks.isdisjoint(self.paths[one:other])
         ]
 
 
-def units_of(sequence: LayerSequence, paths: Sequence[str]) -> Units:
-    """Where the units with these paths run, and the cuts between them."""
+def units_of(sequence: LayerSequence, model: nn.Module, unit_paths: UnitPaths) -> Units:
+    """Where a model's units run, which of them are blocks, and the cuts between them."""
+    paths = unit_paths(model)
     where: dict[str, list[int]] = {path: [] for path in paths}
     for layer in sequence.layers:
-        for path in {owner for module in layer.module_paths if (owner := _owner(module, where)) is not None}:
+        for path in owners(layer.module_paths, where):
             where[path].append(layer.index)
     whole = {path: layers for path, layers in where.items() if layers and not _is_helper(sequence, path, layers)}
     order = _in_order(paths, whole)
@@ -108,15 +129,25 @@ def units_of(sequence: LayerSequence, paths: Sequence[str]) -> Units:
         count = _number_before(order, place, whole, position)
         if count and count < len(order):
             before[position] = count
-    return Units(order, before, len(sequence))
+    return Units(order, _blocks_of_lists(model, paths), before, len(sequence))
 
 
-def is_listed(path: str) -> bool:
-    """Whether a unit stands in a list of its model, as the blocks of a transformer do."""
-    return path.rpartition(".")[2].isdecimal()
+def _blocks_of_lists(model: nn.Module, paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Of each list whose blocks are units the paths of these."""
+    found = {}
+    for parent in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+        blocks = tuple(f"{parent}.{name}" if parent else name for name in _named_blocks(model.get_submodule(parent)))
+        if blocks and {*blocks} <= {*paths}:
+            found[parent] = blocks
+    return found
 
 
-def _owner(module: str, paths: Mapping[str, object]) -> str | None:
+def owners(modules: Iterable[str], paths: Collection[str]) -> set[str]:
+    """Those of these paths that the modules, parameters or buffers with these names belong to."""
+    return {owner for module in modules if (owner := _owner(module, paths)) is not None}
+
+
+def _owner(module: str, paths: Collection[str]) -> str | None:
     """The unit that a module belongs to."""
     while module:
         if module in paths:
@@ -142,7 +173,7 @@ def _in_order(paths: Sequence[str], whole: Mapping[str, Sequence[int]]) -> tuple
     last = -1
     for number, path in enumerate(paths):
         last = whole[path][0] if path in whole else last
-        keys[path] = (last, is_listed(path) if path in whole else 2, number)
+        keys[path] = (last, path.rpartition(".")[2].isdecimal() if path in whole else 2, number)
     return tuple(sorted(paths, key=lambda path: keys[path]))
 
 

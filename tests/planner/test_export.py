@@ -69,7 +69,7 @@ def test_units_are_what_engines_put_on_stages() -> None:
 @pytest.mark.parametrize("name", ["decoder", "skipping", "norms", "plain"])
 def test_a_border_parts_no_unit_and_all_others_do(name: str) -> None:
     sequence = case(name).sequence
-    units = units_of(sequence, block_paths(case(name).model))
+    units = units_of(sequence, case(name).model, block_paths)
     paths = {path: number for number, path in enumerate(units.paths)}
     for position in range(1, len(sequence)):
         sides = [
@@ -87,7 +87,7 @@ def test_a_border_parts_no_unit_and_all_others_do(name: str) -> None:
 def test_cuts_move_to_the_best_borders(target: str, stages: int) -> None:
     """Of all choices of borders, each planned by itself, none is faster; and the cost is the difference."""
     known, plan = planned("decoder", target, stages=stages)
-    units = units_of(known.sequence, block_paths(known.model))
+    units = units_of(known.sequence, known.model, block_paths)
     made = plan.export(target, known.model)
     problem = problem_of(plan, known.profile)
     choices = {
@@ -108,13 +108,13 @@ def test_cuts_move_to_the_best_borders(target: str, stages: int) -> None:
 def recomputing_blocks(known: Case, target: str, **settings: Any) -> Plan:
     """The best plan whose cuts part no block, but it recomputes each block by itself."""
     plan = planned(known_name(known), target, **settings)[1].export(target, known.model).plan
-    units = units_of(known.sequence, block_paths(known.model))
+    units = units_of(known.sequence, known.model, block_paths)
     stages = tuple(
         stage.model_copy(
             update={
                 "recompute": tuple(
                     Segment(first=first, stop=stop)
-                    for first, stop in units.spans(stage.first_layer, stage.stop_layer, listed_only=True)
+                    for first, stop in units.spans(stage.first_layer, stage.stop_layer, blocks_only=True)
                 )
             }
         )
@@ -134,7 +134,7 @@ def pairs(plan: Plan, other: Plan) -> list[Any]:
 
 def cut_inside(known: Case, **settings: Any) -> Plan:
     """The best plan with two stages that cuts a block in two."""
-    units = units_of(known.sequence, block_paths(known.model))
+    units = units_of(known.sequence, known.model, block_paths)
     plan = known.plan(stages=2, **settings)
     problem = problem_of(plan, known.profile)
     positions = frozenset(range(1, len(known.sequence))) - units.before.keys()

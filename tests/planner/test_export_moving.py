@@ -63,7 +63,8 @@ def planned(draw, profile_of, device):
 
 def units_at(positions):
     order = sorted(positions)
-    return Units(tuple(f"blocks.{n}" for n in range(len(order) + 1)), {p: n + 1 for n, p in enumerate(order)}, LAYERS)
+    paths = tuple(f"blocks.{n}" for n in range(len(order) + 1))
+    return Units(paths, {"blocks": paths}, {p: n + 1 for n, p in enumerate(order)}, LAYERS)
 
 
 def recomputes_all(plan: Plan) -> bool:

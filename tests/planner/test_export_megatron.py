@@ -1,0 +1,170 @@
+"""Random transformers for Megatron-LM: its layout counts their blocks and nothing else, and ties what they tie."""
+
+import re
+from collections import OrderedDict
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from planner.export.target import Export
+from planner.export.units import block_paths, listed_paths, units_of
+from profiler.errors import InfeasibleError
+from tests.planner.exported import BATCH, priced
+from tests.planner.test_export import megatron_stages
+
+WIDTH = WORDS = 8
+PAIR = {"stages": 2, "schedule": "1f1b", "recompute": "never"}
+
+
+class Block(nn.Module):
+    """Reads its one weight in two pieces, as fused attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = nn.functional.linear(x, self.fused[:WIDTH])
+        return x + self.out(torch.relu(nn.functional.linear(torch.tanh(first), self.fused[WIDTH:])))
+
+
+class Other(Block):
+    pass
+
+
+class Transformer(nn.Module):
+    """Its head may be the embedding's weight, by a name of its own or without one."""
+
+    def __init__(self, blocks: list[nn.Module], *, named_head: bool = True, norm: bool = True) -> None:
+        super().__init__()
+        self.embed, self.before = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False) if named_head else None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.before(self.embed(ids))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return nn.functional.linear(x, self.embed.weight) if self.head is None else self.head(x)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def for_megatron(model: nn.Module, **settings: Any) -> Export:
+    ids = torch.randint(WORDS, (BATCH, 3))
+    plan = priced(model, (ids,), ids, loss_of).plan(**{**PAIR, **settings})
+    return plan.export("megatron-lm", model)
+
+
+def options_of(made: Export) -> dict[str, str]:
+    return dict(zip(made.value, made.value[1:], strict=False))
+
+
+def sequential(*blocks: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *blocks)
+
+
+def random_sequential(random: Random) -> nn.Module:
+    """A whole transformer, perhaps inside of another list, or with names that are no numbers."""
+    before = [nn.Embedding(WORDS, WIDTH), *random.sample([nn.LayerNorm(WIDTH), nn.Dropout(0.0)], random.randint(0, 2))]
+    after = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)][random.randint(0, 1) :]
+    blocks = [Block() for _ in range(random.randint(2, 5))]
+    modules = [*before, *blocks, *after]
+    model = nn.Sequential(OrderedDict([(f"module{number}", module) for number, module in enumerate(modules)]))
+    return random.choice([model, nn.Sequential(*modules), nn.Sequential(nn.Sequential(*modules))])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_letter_stands_for_a_block_and_for_nothing_else(seed: int) -> None:
+    """The embedding, the norm and the head of an `nn.Sequential` were counted with its blocks."""
+    random = Random(seed)
+    model = random_sequential(random)
+    blocks = [path for path, module in model.named_modules() if isinstance(module, Block)]
+    made = for_megatron(model, recompute=random.choice(["never", "always"]))
+    options = options_of(made)
+    stages = megatron_stages(options["--pipeline-model-parallel-layout"])
+    held = [sum(f"{path}.fused" in stage.parameters for path in blocks) for stage in made.plan.stages]
+    assert [stage.count("t") for stage in stages] == held
+    assert options["--num-layers"] == str(len(blocks))
+    assert "".join(stages) == "E" + "t" * len(blocks) + "L"
+    recomputed = [segment for stage in made.plan.stages for segment in stage.recompute]
+    assert len(recomputed) == (len(blocks) if "--recompute-method" in options else 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: sequential(Block(), nn.LayerNorm(WIDTH), Block()), "this model has none"),
+        (lambda: sequential(Block(), Block(), Other(), Other()), "this model has none"),
+        (lambda: Transformer([Block(), Other(), Block()]), "blocks.0 to blocks.2 holds members of 2: Block, Other"),
+    ],
+)
+def test_blocks_that_cannot_be_told_are_refused(model: Any, message: str) -> None:
+    with pytest.raises(InfeasibleError, match=re.escape(message)):
+        for_megatron(model())
+
+
+def test_torchtitan_recomputes_blocks_and_not_what_is_beside_them() -> None:
+    model = sequential(*(Block() for _ in range(4)), nn.LayerNorm(WIDTH))
+    ids = torch.randint(WORDS, (BATCH, 3))
+    known = priced(model, (ids,), ids, loss_of)
+    for unit_paths in (listed_paths, block_paths):
+        assert units_of(known.sequence, model, unit_paths).blocks == {"": ("1", "2", "3", "4")}
+    made = known.plan(**{**PAIR, "recompute": "always"}).export("torchtitan", model)
+    assert len([segment for stage in made.plan.stages for segment in stage.recompute]) == 4
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("tied", ["by name", "in forward", "not"])
+def test_the_embedding_is_tied_where_the_model_ties_it(tied: str, norm: bool) -> None:
+    """Any parameter that two layers read, as a fused one in a block is, left out the flag of an untied head."""
+    model = Transformer([Block() for _ in range(4)], named_head=tied != "in forward", norm=norm)
+    if tied == "by name":
+        assert model.head is not None
+        model.head.weight = model.embed.weight
+    assert (UNTIED in for_megatron(model).value) == (tied == "not")
+
+
+def share_of_blocks(model: Transformer) -> None:
+    model.get_submodule("blocks.1.out").weight = model.get_parameter("blocks.0.out.weight")
+
+
+def share_with_embedding(model: Transformer) -> None:
+    model.get_submodule("blocks.1.out").weight = model.embed.weight
+
+
+def share_norms(model: Transformer) -> None:
+    model.norm.weight = model.before.weight
+
+
+def repeat_a_block(model: Transformer) -> None:
+    model.blocks[1] = model.blocks[0]
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (share_of_blocks, "blocks.0.out.weight and blocks.1.out.weight is one parameter that blocks.0, blocks.1 use"),
+        (share_with_embedding, "is one parameter that E, blocks.1 use"),
+        (share_norms, "before.weight and norm.weight is one parameter that E, L use"),
+        (repeat_a_block, "is one parameter that blocks.0, blocks.1."),
+    ],
+)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_other_tied_parameters_are_refused(share: Any, message: str, stages: int) -> None:
+    """Megatron-LM would train two of them, without a word about it where one rank had both."""
+    model = Transformer([Block() for _ in range(4)])
+    share(model)
+    with pytest.raises(InfeasibleError, match=re.escape(message)):
+        for_megatron(model, stages=stages)

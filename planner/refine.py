@@ -5,28 +5,22 @@
     plan = refined.plan                         # only then
 
 What a stage took, as a ratio to what was predicted, holds for each of its layers on that kind of device; layers that
-did not run on a kind of device have the ratio of all that ran on it. Messages do the same to the link, and so to the
-all-reduce that goes over it. All is scaled by how much longer a step takes than its passes explain: they scatter, and
-the executor's own code takes time. What was not seen (the optimizer, links that nobody waited for) stays as it was.
+did not run on a kind of device have the ratio of all that ran on it (`measured_ratios`). Messages do the same to the
+link, and so to the all-reduce that goes over it. All is scaled by how much longer a step takes than its passes explain:
+they scatter, and the executor's own code takes time. What was not seen (the optimizer, links that nobody waited for)
+stays as it was.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isclose
-from numbers import Real
-from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from planner.cost.layer_costs import fingerprint_of
+from planner.measured_ratios import SAME, SENDS, WHOLE, PassRatios, Ratios, Seen, check_ratio, seen_of
 from planner.plan.plan import Plan
-from planner.plan.schedules import SCHEDULES
 from planner.plan.simulator import simulate_plan
 from planner.plan.stage import SkipTimes, Stage, StageTimes
 from planner.plan.units import seconds_text
@@ -36,7 +30,6 @@ from planner.settings import MICRO_BATCHES_PER_STAGE
 from profiler.device import Cluster, Device
 from profiler.errors import ArgumentError, ForeignPlanError
 from profiler.record import LayerCost, Profile
-from profiler.text import counted
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -46,11 +39,6 @@ if TYPE_CHECKING:
     from planner.keywords import SettingKeywords
 
 _Times = TypeVar("_Times", StageTimes, SkipTimes)
-COLUMNS = ("stage", "what", "predicted", "measured")
-PASSES = ("forward_s", "recompute_s", "backward_s", "weight_s")
-WHOLE = "makespan_s"
-SAME = 1e-6
-"""Relative difference of a prediction in a table from the plan's, at most."""
 MEASURED_ERROR = 0.1
 """Of times that came from a data sheet and were scaled by what was measured of their kind of device [chosen]."""
 
@@ -113,7 +101,8 @@ def refined(
             memory is not part of a plan: give it again, as well as rules that the model was traced without.
 
     Raises:
-        ArgumentError: the plan does not know its profile, or the table is none of `measured()`, or of no step.
+        ArgumentError: the plan does not know its profile, or the table is none of `measured()`, or of no step, or of
+            several, or measured by predicted is below `LEAST_RATIO` or above `MOST_RATIO`.
         ForeignPlanError: the plan was not made from that profile, or the table is of a plan of more stages.
     """
     profile = plan.profile if profile is None else profile
@@ -121,8 +110,9 @@ def refined(
         raise ArgumentError("a plan from a file does not know its profile; pass profile=, what it was made from")
     if fingerprint_of(profile) != plan.profile_fingerprint:
         raise ForeignPlanError("the plan was not made from this profile; pass the one that it was made from")
-    ratios = _Ratios.of(plan, measured)
-    ratios = ratios.times(_rest(plan, measured, ratios))
+    seen = seen_of(plan, measured)
+    ratios = Ratios.of(plan, seen)
+    ratios = ratios.times(_rest(plan, seen, ratios))
     better = _scaled_profile(profile, plan, ratios)
     if devices is None and plan.cluster is None:
         refuse_other_links(plan, problem_of(plan, profile), None)
@@ -187,134 +177,33 @@ def _cuts_kept(plan: Plan, profile: Profile) -> Iterator[str]:
                 yield path
 
 
-@dataclass(frozen=True, slots=True)
-class _Ratios:
-    """Measured by predicted.
-
-    Attributes:
-        stages: of each stage the ratio of each of `PASSES` that was seen.
-        kinds: the same of all stages on a kind of device.
-        link: of all messages.
-    """
-
-    stages: tuple[dict[str, float], ...]
-    kinds: dict[str, dict[str, float]]
-    link: float
-
-    @classmethod
-    def of(cls, plan: Plan, measured: pandas.DataFrame) -> _Ratios:
-        stages: list[dict[str, float]] = [{} for _ in plan.stages]
-        kinds: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-        sent: list[tuple[float, float]] = []
-        for stage, what, predicted_s, seconds in _seen(plan, measured):
-            if what in PASSES:
-                stages[stage][what] = seconds / predicted_s
-                kinds[plan.stages[stage].device.kind][what].append((seconds, predicted_s))
-            else:
-                sent.append((seconds, predicted_s))
-        if not any(stages):
-            raise ArgumentError("measured holds no pass of any stage; train a step before Pipeline.measured() is asked")
-        of_kinds = {kind: {what: _ratio(pairs) for what, pairs in found.items()} for kind, found in kinds.items()}
-        return cls(tuple(stages), of_kinds, _ratio(sent))
-
-    def times(self, factor: float) -> _Ratios:
-        """All of them so many times as large."""
-        stages = tuple({what: ratio * factor for what, ratio in one.items()} for one in self.stages)
-        kinds = {kind: {what: ratio * factor for what, ratio in one.items()} for kind, one in self.kinds.items()}
-        return _Ratios(stages, kinds, self.link * factor)
-
-    def at(self, what: str, stage: int | None, kind: str) -> float:
-        """Of a pass of a stage, or of a kind of device; of a pass that was not seen that of the most alike."""
-        found = self.kinds.get(kind, {}) if stage is None else self.stages[stage]
-        for name in (what, *_ALIKE[what]):
-            if name in found:
-                return found[name]
-        return 1.0 if stage is None else self.at(what, None, kind)
-
-
-_ALIKE = {
-    "forward_s": ("backward_s",),
-    "recompute_s": ("forward_s", "backward_s"),
-    "backward_s": ("forward_s",),
-    "weight_s": ("backward_s", "forward_s"),
-}
-
-
-def _seen(plan: Plan, measured: pandas.DataFrame) -> Iterator[tuple[int, str, float, float]]:
-    """Stage, what, predicted and measured seconds of the passes and transfers that took time.
-
-    Raises:
-        ArgumentError: the table is none of `Pipeline.measured()`.
-        ForeignPlanError: it is that of another plan.
-    """
-    missing = [name for name in COLUMNS if name not in getattr(measured, "columns", ())]
-    if missing:
-        raise ArgumentError(f"measured has no column {missing[0]!r}; pass what Pipeline.measured() returns")
-    for stage, what, predicted_s, seconds in measured[list(COLUMNS)].itertuples(index=False):
-        sends = str(what).endswith(("send_forward_s", "send_backward_s"))
-        if what not in PASSES and not sends:
-            continue
-        numbers = (stage, predicted_s, seconds)
-        if not all(map(_is_number, numbers)) or stage != stage // 1 or stage < 0:
-            raise ArgumentError(
-                f"measured has a row of stage {stage!r}, {what}, {predicted_s!r}, {seconds!r}; stages are counted from "
-                "0 and the others are seconds: pass what Pipeline.measured() returns"
-            )
-        if stage >= plan.K:
-            raise ForeignPlanError(f"measured has stage {stage}, and the plan has {counted(plan.K, 'stage')}")
-        if not (_is_positive(seconds) and _is_positive(predicted_s)):
-            continue
-        if not sends:
-            of_plan = [getattr(plan.stages[int(stage)].times_at(size), what) for size in plan.micro_batch_sizes]
-            if not isclose(predicted_s, fmean(of_plan), rel_tol=SAME):
-                raise ForeignPlanError(
-                    f"measured says that {what} of stage {stage} was predicted to be {predicted_s:.6g}, and the plan "
-                    f"predicts {fmean(of_plan):.6g}; pass what a Pipeline of this plan measured"
-                )
-        yield int(stage), what, float(predicted_s), float(seconds)
-
-
-def _rest(plan: Plan, measured: pandas.DataFrame, ratios: _Ratios) -> float:
+def _rest(plan: Plan, seen: Seen, ratios: Ratios) -> float:
     """How many times as long a step takes as its passes and messages explain; 1 if the table does not say it.
 
     A stage waits for the slowest pass of its neighbours, not for their median, and the executor's own code takes time.
     """
-    whole = measured[(measured["what"] == WHOLE) & (measured["stage"] == -1)]["measured"]
-    if len(whole) != 1:
+    if (-1, WHOLE) not in seen:
         return 1.0
-    if not _is_number(whole.iloc[0]):
-        raise ArgumentError(
-            f"measured says that the makespan is {whole.iloc[0]!r}; it is a number of seconds: pass what "
-            "Pipeline.measured() returns"
-        )
-    if not _is_positive(whole.iloc[0]):
-        return 1.0
-    return float(whole.iloc[0]) / simulate_plan(_scaled_plan(plan, ratios), events=False).makespan_s
+    whole_s, explained_s = seen[-1, WHOLE][0], simulate_plan(_scaled_plan(plan, ratios), events=False).makespan_s
+    check_ratio(whole_s, explained_s, f"{WHOLE}, by what passes took,")
+    return whole_s / explained_s
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool | np.bool_)
-
-
-def _is_positive(seconds: float) -> bool:
-    """Whether a number is more than 0, and a float may hold it."""
-    return 0 < seconds <= sys.float_info.max
-
-
-def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    return sum(one for one, _ in pairs) / sum(other for _, other in pairs) if pairs else 1.0
-
-
-def _scaled_profile(profile: Profile, plan: Plan, ratios: _Ratios) -> Profile:
+def _scaled_profile(profile: Profile, plan: Plan, ratios: Ratios) -> Profile:
     ran_on = {
-        (layer, stage.device.kind): number
+        (layer, stage.device.kind): (number, any(part.first <= layer < part.stop for part in stage.recompute[:-1]))
         for number, stage in enumerate(plan.stages)
         for layer in range(stage.first_layer, stage.stop_layer)
     }
-    splits = SCHEDULES[plan.schedule].splits_backward
-    costs = tuple(
-        _scaled_cost(cost, ratios, ran_on.get((cost.layer, cost.device_kind)), splits=splits) for cost in profile.costs
-    )
+
+    def scaled(cost: LayerCost) -> LayerCost:
+        if cost.device_kind not in ratios.kinds:
+            return cost
+        number, in_backward = ran_on.get((cost.layer, cost.device_kind), (None, False))
+        by = ratios.kinds[cost.device_kind] if number is None else ratios.stages[number]
+        return _scaled_cost(cost, by, recompute=by.other if in_backward else by.recompute)
+
+    costs = tuple(map(scaled, profile.costs))
     estimates = tuple(
         estimate.model_copy(update={"error": min(estimate.error, MEASURED_ERROR)})
         if estimate.device_kind in ratios.kinds
@@ -325,48 +214,44 @@ def _scaled_profile(profile: Profile, plan: Plan, ratios: _Ratios) -> Profile:
     return profile.model_copy(update={"costs": costs, "estimates": estimates, "links": links})
 
 
-def _scaled_cost(cost: LayerCost, ratios: _Ratios, stage: int | None, *, splits: bool) -> LayerCost:
-    """The costs with the seconds that were measured, of a plan that splits the backward pass or does not.
-
-    Where it does, both of its passes were measured with what splitting costs more, which is one of weights.
-    """
-    if cost.device_kind not in ratios.kinds:
-        return cost
-    forward, again, backward, weight = (ratios.at(what, stage, cost.device_kind) for what in PASSES)
-    more_s = cost.split_s if splits else 0.0
-    backward_s, weight_s = backward * (cost.backward_s + more_s), weight * (cost.weight_s + more_s)
-    share = min(1.0, backward_s / weight_s) if weight_s else 1.0  # a part is no more than the whole
-    split_s = weight * share * more_s if splits else backward * cost.split_s
+def _scaled_cost(cost: LayerCost, by: PassRatios, *, recompute: float) -> LayerCost:
+    """The costs with the seconds that were measured; what splitting a backward pass costs more is one of weights."""
+    weight_s = by.weight * cost.weight_s
     return cost.model_copy(
         update={
-            "forward_s": cost.forward_s * forward,
-            "recompute_s": cost.recompute_s * again,
-            "backward_s": max(backward_s - (split_s if splits else 0.0), weight * share * cost.weight_s),
-            "weight_s": weight * share * cost.weight_s,
-            "split_s": split_s,
+            "forward_s": by.forward * cost.forward_s,
+            "recompute_s": recompute * cost.recompute_s,
+            "backward_s": weight_s + by.other * (cost.backward_s - cost.weight_s),
+            "weight_s": weight_s,
+            "split_s": by.weight * cost.split_s,
             "slowdown": 0.0,
         }
     )
 
 
-def _scaled_plan(plan: Plan, ratios: _Ratios) -> Plan:
+def _scaled_plan(plan: Plan, ratios: Ratios) -> Plan:
     """The same plan with the seconds that were measured."""
-    stages = tuple(_scaled_stage(stage, number, ratios) for number, stage in enumerate(plan.stages))
+    stages = tuple(_scaled_stage(stage, by, ratios.link) for stage, by in zip(plan.stages, ratios.stages, strict=True))
     skips = tuple(
-        skip.model_copy(update={"times": tuple(_sent(entry, ratios) for entry in skip.times)}) for skip in plan.skips
+        skip.model_copy(update={"times": tuple(_sent(entry, ratios.link) for entry in skip.times)})
+        for skip in plan.skips
     )
     return plan.model_copy(update={"stages": stages, "skips": skips})
 
 
-def _scaled_stage(stage: Stage, number: int, ratios: _Ratios) -> Stage:
+def _scaled_stage(stage: Stage, by: PassRatios, link: float) -> Stage:
     times = []
     for entry in stage.times:
-        seconds = {what: getattr(entry, what) * ratios.at(what, number, stage.device.kind) for what in PASSES}
-        seconds["weight_s"] = min(seconds["weight_s"], seconds["backward_s"])
-        times.append(_sent(entry.model_copy(update=seconds), ratios))
-    return stage.model_copy(update={"times": tuple(times), "all_reduce_s": stage.all_reduce_s * ratios.link})
+        weight_s = by.weight * entry.weight_s
+        seconds = {
+            "forward_s": by.forward * entry.forward_s,
+            "recompute_s": by.recompute * entry.recompute_s,
+            "backward_s": weight_s + by.other * (entry.backward_s - entry.weight_s),
+            "weight_s": weight_s,
+        }
+        times.append(_sent(entry.model_copy(update=seconds), link))
+    return stage.model_copy(update={"times": tuple(times), "all_reduce_s": stage.all_reduce_s * link})
 
 
-def _sent(entry: _Times, ratios: _Ratios) -> _Times:
-    sends = {what: getattr(entry, what) * ratios.link for what in ("send_forward_s", "send_backward_s")}
-    return entry.model_copy(update=sends)
+def _sent(entry: _Times, link: float) -> _Times:
+    return entry.model_copy(update={what: getattr(entry, what) * link for what in SENDS})

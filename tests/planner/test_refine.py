@@ -207,7 +207,7 @@ def test_what_cannot_be_used_is_refused() -> None:
         plan.refined(seen.assign(measured="fast"))
     with pytest.raises(ForeignPlanError, match=r"was predicted to be .* and the plan predicts"):
         plan.refined(seen.assign(predicted=2 * seen["predicted"]))
-    with pytest.raises(ForeignPlanError, match="has stage 7, and the plan has 2 stages"):
+    with pytest.raises(ForeignPlanError, match="forward_s of stage 7, and the plan has 2 stages"):
         plan.refined(seen.assign(stage=7))
 
 
@@ -284,7 +284,7 @@ def test_a_makespan_that_is_no_number_is_refused(makespan: object) -> None:
     plan = made(right)
     seen = frame(plan, lambda *_: 1.0).astype(object)
     rows = [*seen.itertuples(index=False), (-1, "makespan_s", 1.0, makespan)]
-    with pytest.raises(ArgumentError, match="the makespan is"):
+    with pytest.raises(ArgumentError, match="of makespan_s it is -1, and the others are seconds"):
         plan.refined(pandas.DataFrame(rows, columns=seen.columns), right)
 
 

@@ -3,33 +3,41 @@
     plan.prediction.doubt                     # shares by which step and memory may differ
     plan.prediction.doubt.lines(step_s)       # the same in words
 
-Of a stage's seconds these are in doubt, each as a share. What all layers have in common adds up:
+The whole step is in doubt by the model of a step itself, MODEL. A stage's passes are, each as a share and on top of
+that. What all layers have in common adds up:
 
-    the model of a step itself                                        MODEL
     slowdown of the device meanwhile, which was divided out           x OF_SLOWDOWN
     a line between two measured sizes                                 half of what lies between its extremes
-    a data sheet instead of a measurement                             its own error
+    a data sheet instead of a measurement                             its own error, which holds MODEL
 
 What varies by chance adds in squares:
 
     drift of the pace from step to step, as a reference between the layers has it
-    the laps of each layer, independent of each other, in M micro-batches and in the profile's medians
+    the laps of each layer, independent of each other, in all micro-batches and in the profile's medians
 
-The step has the doubt of the stage that can delay it most, and of the links' seconds their error of fit. A step is
-longer, but not shorter, by what the executor's own code takes.
+A size between two measured ones has the wider of their laps. The optimizer has what does not come from layers: the
+slowdown, the drift, the data sheet. Messages and all-reduce have the error of the links.
+
+The step is simulated with all of that longer. By as much it may be shorter: a step is the longest of many sums, so it
+grows at least as much when all takes longer as it shrinks when all is so much shorter. And it is longer, but not
+shorter, by what the executor's own code takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import sqrt
 
 import numpy as np
 
 from planner.cost.layer_costs import CostModel, Floats
+from planner.measured_ratios import PassRatios
 from planner.plan.plan import Plan
 from planner.plan.prediction import Doubt
 from planner.plan.stage import Stage
+from planner.scaled import scaled_plan, simulated_step_s
+from profiler.datasheets import ERROR
 from profiler.device import Link
 from profiler.precision import recipe_of
 from profiler.quantities import MOST_RELATIVE
@@ -66,9 +74,7 @@ def with_doubt(plan: Plan, costs: CostModel, links: Sequence[Link]) -> Plan:
         links: between its devices.
     """
     prediction = plan.prediction
-    busy_s = [_busy_s(plan, stage) for stage in plan.stages]
-    optimizer = prediction.optimizer_s / prediction.step_s
-    off = (1 - optimizer) * _of_passes(plan, busy_s, costs) + optimizer * MODEL + _of_links(plan, links)
+    off = MODEL + max(0.0, simulated_step_s(_longer(plan, costs, links)) / prediction.step_s - 1)
     overhead_s = plan.M * OVERHEAD_S * (plan.K // plan.ranks)
     in_parts = plan.chunks > 1 or any(times.weight_s for stage in plan.stages for times in stage.times)
     loose = in_parts or recipe_of(plan.sample.precision) is not None
@@ -83,36 +89,48 @@ def with_doubt(plan: Plan, costs: CostModel, links: Sequence[Link]) -> Plan:
     return plan.model_copy(update={"prediction": prediction.model_copy(update={"doubt": found})})
 
 
-def _busy_s(plan: Plan, stage: Stage) -> float:
-    """Seconds of a step that a stage computes."""
-    by_size = {times.micro_batch_size: times.forward_s + times.recompute_s + times.backward_s for times in stage.times}
-    return sum(by_size[size] for size in plan.micro_batch_sizes)
+def _longer(plan: Plan, costs: CostModel, links: Sequence[Link]) -> Plan:
+    """The plan where all takes longer by the share of it that is in doubt, the model's own apart."""
+    sizes = Counter(plan.micro_batch_sizes)
+    passes = [PassRatios.alike(1 + _of_passes(stage, costs, sizes)) for stage in plan.stages]
+    optimizer = [1 + _of_device(costs, stage.device.kind, of_sheet=ERROR) for stage in plan.stages]
+    return scaled_plan(plan, passes, 1 + _of_messages(links), optimizer)
 
 
-def _of_passes(plan: Plan, busy_s: list[float], costs: CostModel) -> float:
-    """The share of the seconds of all passes that is in doubt, by the stage that can delay a step most."""
-    size = max(plan.micro_batch_sizes)
-    off_s = [_of_stage(stage, costs, size, plan.M) * own_s for stage, own_s in zip(plan.stages, busy_s, strict=True)]
-    return max(off_s) / max(busy_s) if max(busy_s) > 0 else MODEL
+def _of_device(costs: CostModel, kind: str, *, by_laps: float = 0.0, of_sheet: float = 0.0) -> float:
+    """The share of a device's seconds that is in doubt.
+
+    Args:
+        costs: of the profile.
+        kind: of the device.
+        by_laps: the share that is by chance of their laps.
+        of_sheet: the least error if they come from a data sheet: refining measures passes, and not the optimizer.
+    """
+    for estimate in costs.profile.estimates:
+        if estimate.device_kind == kind:
+            return max(0.0, max(of_sheet, estimate.error) - MODEL)
+    return OF_SLOWDOWN * costs.slowdown(kind) + MORE * float(np.hypot(costs.drift(kind), NINE_OF_TEN * by_laps))
 
 
-def _of_stage(stage: Stage, costs: CostModel, size: int, passes: int) -> float:
-    """The share of a stage's seconds that is in doubt, with so many micro-batches of that size."""
-    kind = stage.device.kind
-    estimated = {estimate.device_kind: estimate.error for estimate in costs.profile.estimates}
-    layers = slice(stage.first_layer, stage.stop_layer)
-    seconds = _seconds(costs, kind, size)[layers]
-    whole_s = float(seconds.sum())
+def _of_passes(stage: Stage, costs: CostModel, sizes: Mapping[int, int]) -> float:
+    """The share of a stage's seconds that is in doubt, with so many micro-batches of each size."""
+    kind, layers = stage.device.kind, slice(stage.first_layer, stage.stop_layer)
+    whole_s = of_lines_s = 0.0
+    medians_s, laps_s2 = np.zeros((2, stage.stop_layer - stage.first_layer))
+    for size, count in sizes.items():
+        below, above, share = costs.around(kind, size)
+        seconds = count * _seconds(costs, kind, size)[layers]
+        whole_s += float(seconds.sum())
+        if share:
+            least = np.maximum(_seconds(costs, kind, below), _seconds(costs, kind, above) * (size / above))[layers]
+            of_lines_s += max(0.0, float((seconds - count * least).sum())) / 2
+        varying_s = seconds * np.maximum(costs.spread(kind, below), costs.spread(kind, above))[layers]
+        medians_s += varying_s  # of two sizes they may be off alike: those around both are the same
+        laps_s2 += varying_s**2 / count
     if not whole_s > 0:
-        return MODEL
-    below, above, share = costs.around(kind, size)
-    lower_s = np.maximum(_seconds(costs, kind, below), _seconds(costs, kind, above) * (size / above))[layers].sum()
-    of_line = max(0.0, whole_s - float(lower_s)) / whole_s / 2 if share else 0.0
-    if kind in estimated:
-        return max(MODEL, estimated[kind]) + of_line
-    of_laps = np.sqrt(((seconds * costs.spread(kind, above)[layers]) ** 2).sum()) / whole_s / NORMAL
-    by_chance = np.hypot(costs.drift(kind), NINE_OF_TEN * of_laps * sqrt(1 / passes + OF_A_MEDIAN))
-    return MODEL + OF_SLOWDOWN * costs.slowdown(kind) + of_line + MORE * float(by_chance)
+        return 0.0
+    of_laps = sqrt((laps_s2 + OF_A_MEDIAN * medians_s**2).sum()) / whole_s / NORMAL
+    return _of_device(costs, kind, by_laps=of_laps) + of_lines_s / whole_s
 
 
 def _seconds(costs: CostModel, kind: str, size: int) -> Floats:
@@ -120,13 +138,9 @@ def _seconds(costs: CostModel, kind: str, size: int) -> Floats:
     return layers.forward_s + layers.backward_s
 
 
-def _of_links(plan: Plan, links: Sequence[Link]) -> float:
-    """The share of a step that its messages are in doubt by, if nothing hides them; and its all-reduce."""
-    error = max((min(link.error, OF_TABLE) if link.measured else link.error for link in links), default=0.0)
-    sent_s = [max(times.send_forward_s, times.send_backward_s) for times in (stage.times[0] for stage in plan.stages)]
-    sent_s += [max(times.send_forward_s, times.send_backward_s) for times in (skip.times[0] for skip in plan.skips)]
-    reduced_s = [sum(stage.all_reduce_s for stage in plan.stages_of(rank)) for rank in range(plan.ranks)]
-    return min(1.0, error) * min(1.0, (plan.M * max(sent_s) + max(reduced_s)) / plan.prediction.step_s)
+def _of_messages(links: Sequence[Link]) -> float:
+    """The share of the seconds of messages and all-reduce that is in doubt."""
+    return max((min(link.error, OF_TABLE) if link.measured else link.error for link in links), default=0.0)
 
 
 def _off_the_line(links: Sequence[Link]) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isclose
 from numbers import Real
 from statistics import fmean
@@ -80,6 +80,11 @@ class PassRatios:
         weight = min(weight, backward * backward_s / weight_s)
         return cls(forward, recompute, max(0.0, backward * backward_s - weight * weight_s) / other_s, weight)
 
+    @classmethod
+    def alike(cls, ratio: float) -> PassRatios:
+        """The same of all passes."""
+        return cls(ratio, ratio, ratio, ratio)
+
     def times(self, factor: float) -> PassRatios:
         """All of them so many times as large."""
         return PassRatios(*(factor * ratio for ratio in (self.forward, self.recompute, self.other, self.weight)))
@@ -101,11 +106,13 @@ class Ratios:
         stages: of each stage.
         kinds: of all stages on a kind of device, for each that something was seen on.
         link: of all messages.
+        sent: whether any of them was seen.
     """
 
     stages: tuple[PassRatios, ...]
     kinds: dict[str, PassRatios]
     link: float
+    sent: bool
 
     @classmethod
     def of(cls, plan: Plan, seen: Seen) -> Ratios:
@@ -129,17 +136,20 @@ class Ratios:
             whole_s, weight_s = (sum(predicted[k, what] for k in numbers) for what in ("backward_s", "weight_s"))
             return PassRatios.of(found, whole_s, weight_s)
 
+        sent = [pair for (_, what), pair in seen.items() if what.endswith(SENDS)]
         runs_on = [stage.device.kind for stage in plan.stages]
         return cls(
             tuple(ratios([k], stages[k], kinds.get(kind, {})) for k, kind in enumerate(runs_on)),
             {kind: ratios([k for k, one in enumerate(runs_on) if one == kind], kinds[kind]) for kind in kinds},
-            _ratio([pair for (_, what), pair in seen.items() if what.endswith(SENDS)]),
+            _ratio(sent),
+            bool(sent),
         )
 
     def times(self, factor: float) -> Ratios:
         """All of them so many times as large."""
         stages = tuple(one.times(factor) for one in self.stages)
-        return Ratios(stages, {kind: one.times(factor) for kind, one in self.kinds.items()}, self.link * factor)
+        kinds = {kind: one.times(factor) for kind, one in self.kinds.items()}
+        return replace(self, stages=stages, kinds=kinds, link=self.link * factor)
 
 
 def _predictions(plan: Plan) -> dict[tuple[int, str], float]:

@@ -16,18 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from planner.cost.layer_costs import fingerprint_of
-from planner.measured_ratios import SAME, SENDS, WHOLE, PassRatios, Ratios, Seen, check_ratio, seen_of
+from planner.measured_ratios import SAME, WHOLE, PassRatios, Ratios, Seen, check_ratio, seen_of
 from planner.plan.plan import Plan
 from planner.plan.simulator import simulate_plan
-from planner.plan.stage import SkipTimes, Stage, StageTimes
 from planner.plan.units import seconds_text
 from planner.planned_for import planned_for, problem_of, refuse_other_links
 from planner.rules import start_of
+from planner.scaled import scaled_plan, simulated_step_s
 from planner.settings import MICRO_BATCHES_PER_STAGE
-from profiler.device import Cluster, Device
+from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError, ForeignPlanError
 from profiler.record import LayerCost, Profile
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from planner.keywords import SettingKeywords
 
-_Times = TypeVar("_Times", StageTimes, SkipTimes)
 MEASURED_ERROR = 0.1
-"""Of times that came from a data sheet and were scaled by what was measured of their kind of device [chosen]."""
+"""Of times that came from a data sheet and were scaled by what was measured of their kind of device, or of their link
+[chosen]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,15 @@ def refined(
         refuse_other_links(plan, problem_of(plan, profile), None)
     given: Cluster | Sequence[Device] = planned_for(plan, profile) if devices is None else devices
     if isinstance(given, Cluster) and given.link is not None:
-        between = None if given.between is None else given.between.slowed(ratios.link)
-        given = given.model_copy(update={"link": given.link.slowed(ratios.link), "between": between})
+        links = {"link": _scaled_link(given.link, ratios)}
+        if given.between is not None:  # which of both messages went over was not seen
+            links = {name: getattr(given, name).slowed(ratios.link) for name in ("link", "between")}
+        given = given.model_copy(update=links)
     from planner.from_profile import plan_from_profile
 
     asked: SettingKeywords = {**_settings_of(plan, profile, settings.get("schedule", plan.schedule)), **settings}
     new = plan_from_profile(better, given, batch_size=plan.batch_size, optimizer=plan.optimizer, **asked)
-    now_s = simulate_plan(_scaled_plan(plan, ratios), events=False).step_s
+    now_s = simulated_step_s(scaled_plan(plan, ratios.stages, ratios.link))
     free = devices is None and settings.keys() <= {"time_limit_s"}
     if free and new.prediction.step_s > now_s * (1 + SAME):
         new = plan
@@ -184,7 +186,10 @@ def _rest(plan: Plan, seen: Seen, ratios: Ratios) -> float:
     """
     if (-1, WHOLE) not in seen:
         return 1.0
-    whole_s, explained_s = seen[-1, WHOLE][0], simulate_plan(_scaled_plan(plan, ratios), events=False).makespan_s
+    whole_s, explained_s = (
+        seen[-1, WHOLE][0],
+        simulate_plan(scaled_plan(plan, ratios.stages, ratios.link), events=False).makespan_s,
+    )
     check_ratio(whole_s, explained_s, f"{WHOLE}, by what passes took,")
     return whole_s / explained_s
 
@@ -210,8 +215,14 @@ def _scaled_profile(profile: Profile, plan: Plan, ratios: Ratios) -> Profile:
         else estimate
         for estimate in profile.estimates
     )
-    links = tuple(link.slowed(ratios.link) for link in profile.links)
+    links = tuple(_scaled_link(link, ratios) for link in profile.links)
     return profile.model_copy(update={"costs": costs, "estimates": estimates, "links": links})
+
+
+def _scaled_link(link: Link, ratios: Ratios) -> Link:
+    """The link as it was measured; one whose sizes were measured before is as far off a line as it was."""
+    error = min(link.error, MEASURED_ERROR) if ratios.sent and not link.measured else link.error
+    return link.slowed(ratios.link).model_copy(update={"error": error})
 
 
 def _scaled_cost(cost: LayerCost, by: PassRatios, *, recompute: float) -> LayerCost:
@@ -227,31 +238,3 @@ def _scaled_cost(cost: LayerCost, by: PassRatios, *, recompute: float) -> LayerC
             "slowdown": 0.0,
         }
     )
-
-
-def _scaled_plan(plan: Plan, ratios: Ratios) -> Plan:
-    """The same plan with the seconds that were measured."""
-    stages = tuple(_scaled_stage(stage, by, ratios.link) for stage, by in zip(plan.stages, ratios.stages, strict=True))
-    skips = tuple(
-        skip.model_copy(update={"times": tuple(_sent(entry, ratios.link) for entry in skip.times)})
-        for skip in plan.skips
-    )
-    return plan.model_copy(update={"stages": stages, "skips": skips})
-
-
-def _scaled_stage(stage: Stage, by: PassRatios, link: float) -> Stage:
-    times = []
-    for entry in stage.times:
-        weight_s = by.weight * entry.weight_s
-        seconds = {
-            "forward_s": by.forward * entry.forward_s,
-            "recompute_s": by.recompute * entry.recompute_s,
-            "backward_s": weight_s + by.other * (entry.backward_s - entry.weight_s),
-            "weight_s": weight_s,
-        }
-        times.append(_sent(entry.model_copy(update=seconds), link))
-    return stage.model_copy(update={"times": tuple(times), "all_reduce_s": stage.all_reduce_s * link})
-
-
-def _sent(entry: _Times, link: float) -> _Times:
-    return entry.model_copy(update={what: getattr(entry, what) * link for what in SENDS})

@@ -280,6 +280,8 @@ LINKS: Final = MappingProxyType(
 )
 LINK_EFFICIENCY: Final = 0.8
 """Share of a link's printed bandwidth that large messages reach [assumed]."""
+ERROR: Final = 0.5
+"""Relative error to expect of seconds that follow from data sheets and that nothing was fitted to [assumed]."""
 
 
 def data_sheet(name: str) -> DataSheet:

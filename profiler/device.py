@@ -77,7 +77,8 @@ class Link(Value):
     Attributes:
         latency_s: seconds that an empty message takes.
         bytes_per_s: bandwidth.
-        error: largest relative distance between the fitted line and a measured size (0 where nothing was fitted).
+        error: largest relative distance between the fitted line and a measured size; of a link from what is printed
+            about it the one to expect (0 where nothing is said).
         measured: sizes in bytes, ascending, and seconds of each, which need not grow with them; empty where the line
             is near enough. Files leave it out then.
         sender_share: share of a message's seconds in which the end that sends it copies it and does not compute; 0
@@ -172,10 +173,10 @@ class Link(Value):
         Raises:
             ArgumentError: nothing is known about that kind; see `profiler.datasheets.LINKS`.
         """
-        from profiler.datasheets import LINK_EFFICIENCY, link_sheet
+        from profiler.datasheets import ERROR, LINK_EFFICIENCY, link_sheet
 
         sheet = link_sheet(kind)
-        return cls(latency_s=sheet.latency_s, bytes_per_s=LINK_EFFICIENCY * sheet.bytes_per_s)
+        return cls(latency_s=sheet.latency_s, bytes_per_s=LINK_EFFICIENCY * sheet.bytes_per_s, error=ERROR)
 
 
 class Cluster(Value):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from profiler.datasheets import DATA_SHEETS
+from profiler.datasheets import DATA_SHEETS, ERROR
 from profiler.device import Cluster
 from profiler.errors import ArgumentError
 from profiler.left_out_sizes import Refusals
@@ -18,7 +18,7 @@ from profiler.run.inputs import fake_runner
 from profiler.text import counted
 from profiler.timing.accelerator_kernels import AcceleratorKernels
 from profiler.timing.counted_work import LayerWork, work_between, work_of_layers
-from profiler.timing.roofline import ERROR, Rates, estimate_of, estimated_optimizer, seconds_of
+from profiler.timing.roofline import Rates, estimate_of, estimated_optimizer, seconds_of
 from profiler.timing.sweeps import LayerTiming
 from profiler.tracing.computing_model import added_type, main_like
 from profiler.workload import Workload

@@ -47,8 +47,6 @@ LAUNCH_S = 2e-6
 DISPATCH_S = 52e-6
 """Seconds in which the host asks for an operation of a training step, in PyTorch without a compiler [fitted: 52e-6 to
 240 published runs without pipeline, see `tests/benchmarks/published_runs.md`]."""
-ERROR = 0.5
-"""Relative error to expect of a sum of times that nothing was fitted to [assumed]."""
 MEMORY, LAUNCH = len(Arithmetic), len(Arithmetic) + 1
 """Positions of `Rates.memory_bytes_per_s` and `Rates.launch_s` among the fields."""
 

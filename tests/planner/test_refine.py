@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner import Plan, from_profile, plan_from_profile
 from planner.plan.simulator import simulate_plan
-from planner.refine import refined
+from planner.refine import MEASURED_ERROR, refined
 from profiler.device import Cluster, Device, Link
 from profiler.errors import ArgumentError, ForeignPlanError, PlanFileError
 from profiler.record import Profile
@@ -318,3 +318,20 @@ def test_links_of_a_cluster_are_those_of_the_new_plan(seed: int) -> None:
         of_file = Plan.parse_json(plan.to_json(), source="plan", error=PlanFileError)
         with pytest.raises(ArgumentError, match="pass devices="):
             of_file.refined(measured, profile)
+
+
+@pytest.mark.parametrize(("seen", "left"), [(True, MEASURED_ERROR), (False, 0.5)])
+def test_a_link_from_a_data_sheet_is_less_in_doubt_once_messages_were_seen(seen: bool, left: float) -> None:
+    cluster = Cluster(devices=DEVICES[:2], link=Link.of("10gbe"))
+    asked: Any = {"schedule": "1f1b", "stages": 2, "micro_batches_per_stage": 1}
+    plan = plan_from_profile(known(ONES, ONES, 1.0), cluster, batch_size=16, **asked)
+    measured = frame(plan, lambda stage, what: 1.5 if seen or not what.startswith("send") else float("nan"))
+    found = plan.refined(measured, **asked).plan.cluster
+    assert found is not None
+    assert found.link is not None
+    assert found.link.error == left
+    hosts = cluster.model_copy(update={"between": Link.of("hdr"), "devices_per_host": 1})
+    far = plan_from_profile(known(ONES, ONES, 1.0), hosts, batch_size=16, **asked)
+    both = far.refined(frame(far, lambda *_: 1.5), **asked).plan.cluster
+    assert both is not None
+    assert {link.error for link in (both.link, both.between) if link is not None} == {0.5}

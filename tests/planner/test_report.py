@@ -13,7 +13,7 @@ from profiler.device import Link
 GOLDEN = """\
 K = 2 stages, M = 8 micro-batches of 3 x 2 + 5 x 1 samples, batch 11, schedule gpipe, AdamW
 predicted step 18.5 s (optimizer 1.01 s), 0.5941 samples/s
-in doubt: step 16.0 s to 21.0 s, peak memory 95% to 100% of what is predicted
+in doubt: step 17.0 s to 20.1 s, peak memory 95% to 100% of what is predicted
 bubble 30.4%: fill and drain 11.1%, imbalance and messages 19.3%
 1.37 x one device (25.4 s), proven optimal for these predictions
 without the rule M >= 4K: K = 2, M = 3, step 14.3 s, 23% less; set micro_batches_per_stage=1 for it

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import comb
 
+from planner.doubt import with_doubt
 from planner.export.target import Recompute
 from planner.export.units import Units
 from planner.plan.plan import Plan
@@ -119,6 +120,7 @@ def moved(plan: Plan, form: Form, profile: Profile | None, devices: Cluster | Se
         )
     if problem.hosts is None and [stage.devices for stage in found.stages] == [stage.devices for stage in plan.stages]:
         found = found.model_copy(update={"positions": plan.positions, "devices_per_host": plan.devices_per_host})
+    found = with_doubt(found, problem.costs, problem.links)
     return Moved(found, plan.prediction.step_s if plan.skips else as_it_is_s(problem, plan))
 
 

@@ -101,6 +101,7 @@ def test_no_plan_of_the_form_is_faster(recompute, profile_of, device):
         except InfeasibleError:
             assert not listed
             return
+        assert found.plan.prediction.doubt is not None
         if form.holds(plan):
             assert found.plan is plan
             return

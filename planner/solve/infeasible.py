@@ -151,16 +151,31 @@ def _not_found_text(problem: Problem, candidate: Candidate, stops: Iterable[int]
     names, ring, inner = problem.costs.profile.layers, candidate.ring, [*stops][:-1]
     cuts = ", ".join(names[stop].name for stop in inner)
     chunks = f" in {ring.chunks} chunks a rank" if ring.chunks > 1 else ""
-    limit_s = problem.settings.time_limit_s
-    longer = "" if limit_s is None else f", or a time_limit_s of more than {limit_s:g} s, which may find others"
     replicas = f", R = {candidate.replicas}" if problem.settings.replicas is None else ""
-    settings = f"schedule, stages{', replicas' if replicas else ''} and micro_batches"
     return (
         f'no plan was found, though one fits the memory: with schedule="{candidate.schedule}", '
         f"K = {counted(len(inner) + 1, 'stage')}{chunks}{replicas}, "
-        f"M = {counted(candidate.split.count, 'micro-batch')}{f' and cuts before {cuts}' if cuts else ''}. "
-        f"Set {settings} so{longer}"
+        f"M = {counted(candidate.split.count, 'micro-batch')}{f' and cuts before {cuts}' if cuts else ''}"
+        f"{_advice_to_find(problem, inner)}"
     )
+
+
+def _advice_to_find(problem: Problem, cuts: Sequence[int]) -> str:
+    """What leaves less to search for a plan with these cuts, of what is not set yet; and a longer limit."""
+    settings = problem.settings
+    free = {
+        "schedule": len(settings.schedules) > 1,
+        "stages": settings.stages is None,
+        "replicas": settings.replicas is None,
+        "micro_batches": settings.micro_batches is None,
+    }
+    unset = [name for name, one in free.items() if one]
+    advice = [f"{', '.join(unset[:-1])}{' and ' * (len(unset) > 1)}{unset[-1]} so"] if unset else []
+    if not unset and not problem.rules.demanded[[*cuts]].all():
+        advice.append("cut_at to the modules that begin there")
+    if settings.time_limit_s is not None:
+        advice.append(f"a time_limit_s of more than {settings.time_limit_s:g} s, which may find others")
+    return f". Set {', or '.join(advice)}" if advice else ""
 
 
 def lean_cures_text(problem: Problem, besides: str) -> str:

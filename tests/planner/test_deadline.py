@@ -285,11 +285,16 @@ def test_without_any_plan_a_search_goes_on_past_its_limit_but_not_for_ever(profi
     found = re.fullmatch(
         r"no plan was found, though one fits the memory: with "
         r'schedule="1f1b", K = 4 stages, M = 16 micro-batches and cuts before (\w+), (\w+), (\w+)\. '
-        r"Set schedule, stages and micro_batches so, or a time_limit_s of more than 1e-06 s, which may find others.*",
+        r"Set cut_at to the modules that begin there, or a time_limit_s of more than 1e-06 s, which may find others",
         str(caught.value),
     )
     assert found is not None, caught.value
     assert [*found.groups()] == sorted(found.groups(), key=[layer.name for layer in profile.layers].index)
+    free: SettingKeywords = {"schedule": "1f1b", "replicas": "auto", "max_stages": 4, "time_limit_s": 1e-6}
+    with pytest.raises(
+        InfeasibleError, match=r"\. Set stages, replicas and micro_batches so, or a time_limit_s of more"
+    ):
+        plan_from_profile(profile, [device()] * 4, batch_size=32, **free)
 
 
 def test_chunks_that_fit_and_were_not_found_are_named(profile_of, device, monkeypatch):
@@ -304,7 +309,7 @@ def test_chunks_that_fit_and_were_not_found_are_named(profile_of, device, monkey
         plan_from_profile(profile, [device()] * 2, batch_size=8, **settings)
     found = re.match(
         r'no plan was found, though one fits the memory: with schedule="interleaved", K = 4 stages in 2 chunks a rank, '
-        r"M = 8 micro-batches and cuts before (\w+), (\w+), (\w+)\. Set schedule, stages and micro_batches so",
+        r"M = 8 micro-batches and cuts before (\w+), (\w+), (\w+)\. Set cut_at to the modules that begin there",
         str(caught.value),
     )
     assert found is not None, caught.value

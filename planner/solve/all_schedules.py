@@ -27,7 +27,7 @@ from planner.search_watch import besides, others_follow
 from planner.settings import CHUNKS_TRIED, FEW_RANKS, Settings
 from planner.solve.balance import TIE, Balance, Unsettled, evaluate_s, fits
 from planner.solve.chunk_search import chunk_balance
-from planner.solve.deadline import Deadline
+from planner.solve.deadline import Deadline, with_share
 from planner.solve.many_devices import balance_any
 from planner.solve.order_start import with_own_orders
 from planner.solve.other_counts import promising
@@ -58,8 +58,8 @@ def balance_of_all(problem: Problem, unsettled: Unsettled | None = None) -> Bala
     waits, limited = late is not None and len(every) > 1, problem.settings.time_limit_s is not None
     for number, family in enumerate(every):
         plain = is_plain(family[0].settings)
-        start = None if plain else _start(_with_share(family[0], deadline, len(every) - number), best)
-        shared = [_with_share(one, deadline, len(every) - number) for one in family]
+        start = None if plain else _start(with_share(family[0], deadline, len(every) - number), best)
+        shared = [with_share(one, deadline, len(every) - number) for one in family]
         done_s = min(unsettled.least_s, np.inf if best is None else best.lower_bound_s)
         last = number == len(every) - 1
         if waits and (limited or not plain):  # without a limit an interrupt alone makes these leave it to the plain one
@@ -72,7 +72,7 @@ def balance_of_all(problem: Problem, unsettled: Unsettled | None = None) -> Bala
     if best is None:
         if late is None or not (waits and limited) or problem.dispensable or unsettled.least_s == np.inf:
             return None
-        best = balance_any(_with_share(late, deadline, 1))
+        best = balance_any(with_share(late, deadline))
         if best is None:
             return None
     best = replace(best, lower_bound_s=min(best.lower_bound_s, unsettled.least_s))
@@ -88,7 +88,7 @@ def _with_counts_beside(problem: Problem, best: Balance, deadline: Deadline) -> 
     these stages.
     """
     while not deadline.over and (chosen := _count_beside(problem, best, deadline)) is not None:
-        of_one = _with_share(_alone(problem, chosen), deadline, 1)
+        of_one = with_share(_alone(problem, chosen), deadline)
         found = balance_any(of_one, best) if is_plain(of_one.settings) else chunk_balance(of_one, reached=best)
         if found is None or not found.better_than(best):
             break
@@ -126,14 +126,6 @@ def _alone(problem: Problem, candidate: Candidate) -> Problem:
     )
     fixed = with_chunks(fixed, candidate.ring.chunks, problem.layers) or fixed
     return replace(problem, settings=fixed)
-
-
-def _with_share(problem: Problem, deadline: Deadline, families_left: int) -> Problem:
-    """The problem with its share of the time that is left."""
-    if problem.settings.time_limit_s is None:
-        return problem
-    share_s = max(deadline.left_s, 0.0) / families_left
-    return replace(problem, settings=replace(problem.settings, time_limit_s=share_s))
 
 
 def _start(problem: Problem, best: Balance | None) -> Balance | None:

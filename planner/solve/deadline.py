@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from planner.kernel.compiled import seconds_compiling
 from planner.search_watch import current_watch
+from planner.solve.problem import Problem
 
 LABELS_PER_S = 5_000_000
 """Labels that `planner.kernel.search` tries in a second, at least [fitted: 10 to 50 million]."""
 LATE_S = 5.0
 """Of a clock: past its limit a search without any plan goes on for as long again, at least so long [chosen]."""
+LEAST_S = 1e-3
+"""Seconds of a search where none is left."""
 UNLIMITED = 2**62
 
 
@@ -59,6 +63,22 @@ class Deadline:
         if self._stop_at is None and not self.interrupted:
             return UNLIMITED
         return int(LABELS_PER_S * self.left_s)
+
+
+def with_share(problem: Problem, deadline: Deadline, parts: float = 1) -> Problem:
+    """The problem with its share of the time that is left, if there is a limit.
+
+    What a search does not use goes to those that come after it.
+
+    Args:
+        problem: that is searched next.
+        deadline: when all searches must have ended.
+        parts: how many equal parts what is left falls into.
+    """
+    if problem.settings.time_limit_s is None:
+        return problem
+    share_s = max(deadline.left_s / parts, LEAST_S)
+    return replace(problem, settings=replace(problem.settings, time_limit_s=share_s))
 
 
 def _now_s() -> float:

@@ -20,11 +20,16 @@ from dataclasses import replace
 from planner.plan.plan import Plan
 from planner.solve import host_search
 from planner.solve.balance import Unsettled
+from planner.solve.deadline import Deadline, with_share
+from planner.solve.own_links import step_s
 from planner.solve.problem import Problem, device_classes
 from planner.solve.work_bound import least_s
 
 PATIENCE = 0.25
-"""Share of the usual patience with a search for one R, where several are tried [chosen]."""
+"""With a search for one R, where several are tried: in parts of the usual patience, and of a time limit in parts of
+what all R together have [chosen]."""
+FIRST_SHARE = 0.1
+"""Of what they have of a time limit, at first, for a plan that may rule single R out [chosen]."""
 
 
 def best_plan(problem: Problem) -> Plan | None:
@@ -33,26 +38,67 @@ def best_plan(problem: Problem) -> Plan | None:
     Raises:
         ProfileError: the profile lacks a device kind or the optimizer, or does not say which values could skip stages.
     """
-    if problem.settings.replicas is not None:
-        return _on_groups(problem, problem.settings.replicas)[0]
-    apart = [replicas for replicas in problem.replicas() if _differs(problem, replicas)]
+    apart = _apart(problem) if problem.settings.replicas is None else []
     if not apart:
-        return host_search.best_plan(problem)
-    problem = _with_time(problem, 1 / (1 + len(apart)))
-    unsettled = Unsettled()
-    best = host_search.best_plan(problem, unsettled)
-    lower_bound_s = unsettled.least_s if best is None else best.prediction.lower_bound_s
-    for replicas in apart:
-        settings = replace(problem.settings, replicas=replicas)
-        alone = replace(problem, settings=settings, patience=problem.patience * PATIENCE)
-        bound_s = least_s(_with_most_memory(alone))
-        if best is not None and bound_s >= best.prediction.step_s:
-            continue
-        found, least = _on_groups(alone, replicas)
-        lower_bound_s = min(lower_bound_s, least)
-        if best is None or (found is not None and found.prediction.step_s < best.prediction.step_s):
-            best = found
-    return None if best is None else host_search.with_bound(best, lower_bound_s)
+        return _on_groups(problem)[0]
+    return _Several(problem, apart).best_plan()
+
+
+class _Several:
+    """The search for any R on devices as they are, and those for single R.
+
+    Without a time limit each is searched once. With one, a first plan of all rules some of them out, and none goes past
+    its share; then what is left is all theirs that are not settled.
+
+    Args:
+        together: the problem with any R.
+        apart: for each R that has other groups of devices.
+    """
+
+    def __init__(self, together: Problem, apart: Sequence[Problem]) -> None:
+        self._together, self._apart = together, apart
+        self._limited = together.settings.time_limit_s is not None
+        self._deadline = Deadline(together.settings.time_limit_s)
+        self._best: Plan | None = None
+        self._least_s = {together: 0.0}  # what no plan of each is below
+        self._had_s: dict[Problem, float] = {}
+
+    def best_plan(self) -> Plan | None:
+        """See `best_plan`."""
+        together = self._together
+        self._look(together, (1 + PATIENCE * len(self._apart)) / FIRST_SHARE)
+        self._least_s |= {alone: least_s(_with_most_memory(alone)) for alone in self._apart}
+        hopeful = [alone for alone in self._apart if self._may_have(alone)]
+        for number, alone in enumerate(hopeful):
+            if self._may_have(alone):
+                self._look(alone, len(hopeful) - number + self._may_have(together) / PATIENCE)
+        for one in (together, *hopeful) if self._limited else ():
+            more = self._best is None or self._deadline.left_s > self._had_s.get(one, 0.0)
+            if self._may_have(one) and more:
+                self._look(one, last=self._best is None)
+        if self._best is None:
+            return None
+        return host_search.with_bound(self._best, min(self._least_s.values()))
+
+    def _may_have(self, one: Problem) -> bool:
+        """Whether it may have a plan that is faster than the best one."""
+        return self._least_s[one] < step_s(self._best)
+
+    def _look(self, one: Problem, parts: float = 1, *, last: bool = False) -> None:
+        """Search it with its part of the time that is left, and past that for want of any plan only at last."""
+        given = with_share(one, self._deadline, parts)
+        self._had_s[one] = min(self._deadline.left_s, given.settings.time_limit_s or math.inf)
+        if self._limited and not last:
+            given = replace(given, dispensable=True, below_s=min(one.below_s, step_s(self._best)))
+        found, least = _on_groups(given)
+        self._least_s[one] = max(self._least_s[one], least)
+        self._best = min(self._best, found, key=step_s)
+
+
+def _apart(problem: Problem) -> list[Problem]:
+    """The problem for each R that may have other groups of devices than those with as much memory."""
+    every = [replace(problem.settings, replicas=one) for one in problem.replicas() if _differs(problem, one)]
+    return [replace(problem, settings=one, patience=problem.patience * PATIENCE) for one in every]
 
 
 def with_equal_groups(problem: Problem, replicas: int) -> Problem:
@@ -89,23 +135,24 @@ def _with_least(problem: Problem, groups: Iterable[Sequence[int]]) -> Problem:
     return replace(problem, devices=tuple(devices), classes=device_classes(devices, problem.rules))
 
 
-def _on_groups(problem: Problem, replicas: int) -> tuple[Plan | None, float]:
-    """The fastest plan with so many replicas, and what none is below.
+def _on_groups(problem: Problem) -> tuple[Plan | None, float]:
+    """The fastest plan with R as the settings say, and what none is below; of any R on devices as they are.
 
     Devices that are together here may be on two hosts, and a plan on one host have others: its bound is one of time
     alone then.
     """
-    several, unsettled = groupings(problem, replicas), Unsettled()
+    replicas = problem.settings.replicas or 1
+    several = [problem] if replicas == 1 else groupings(problem, replicas)  # one device has all its memory
+    deadline, unsettled = Deadline(problem.settings.time_limit_s), Unsettled()
     best: Plan | None = None
     lower_bound_s = math.inf
-    for equal in several:
-        shared = _with_time(equal, 1 / len(several))
+    for number, equal in enumerate(several):
+        shared = with_share(equal, deadline, len(several) - number)
         if best is not None:
             shared = replace(shared, dispensable=True, below_s=min(shared.below_s, best.prediction.step_s))
         found = host_search.best_plan(shared, unsettled)
         if found is not None:
-            lower_bound_s = min(lower_bound_s, found.prediction.lower_bound_s)
-            best = found if best is None or found.prediction.step_s < best.prediction.step_s else best
+            lower_bound_s, best = min(lower_bound_s, found.prediction.lower_bound_s), min(best, found, key=step_s)
     if best is None:
         lower_bound_s = unsettled.least_s
     if problem.hosts is not None and any(one is not problem for one in several):
@@ -155,10 +202,3 @@ def _with_most_memory(problem: Problem) -> Problem:
         most[device.kind] = max(most.get(device.kind, 0), device.memory_bytes)
     devices = tuple(one.model_copy(update={"memory_bytes": most[one.kind]}) for one in problem.devices)
     return replace(problem, devices=devices, classes=device_classes(devices, problem.rules))
-
-
-def _with_time(problem: Problem, share: float) -> Problem:
-    limit_s = problem.settings.time_limit_s
-    if limit_s is None:
-        return problem
-    return replace(problem, settings=replace(problem.settings, time_limit_s=limit_s * share))

@@ -24,7 +24,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import product
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from planner.settings import CHUNKS_TRIED, FEW_RANKS
 from planner.solve import skip_search
 from planner.solve.all_schedules import balance_of_all, with_chunks
 from planner.solve.balance import Balance, Unsettled, evaluate_s
-from planner.solve.deadline import Deadline
+from planner.solve.deadline import Deadline, with_share
 from planner.solve.own_links import OwnLinks, from_device, step_s
 from planner.solve.problem import Problem
 from planner.solve.work_bound import even_share_s, least_s
@@ -55,7 +55,8 @@ SHARE_OF_ADJACENT = 0.2
 MOST_KNOWN = 10
 """Plans in the other order near which is looked then [chosen]."""
 PARTS = 4
-"""Shares of the time limit: near, far, far with slow boundaries, and all pairs together."""
+"""Shares of the time limit: near, far, far with slow boundaries, and all pairs together; each has at least its share of
+what those before it left."""
 
 
 def best_plan(problem: Problem, unsettled: Unsettled | None = None) -> Plan | None:
@@ -112,8 +113,7 @@ def _in_order(
     """
     assert problem.hosts is not None
     hosts, deadline = problem.hosts, Deadline(problem.settings.time_limit_s)
-    limit_s = problem.settings.time_limit_s
-    given = problem if limit_s is None else _with_time(problem, limit_s / PARTS)
+    given = with_share(problem, deadline, PARTS)
     near = None if hosts.adjacent else _near(given, hosts, 0)  # on one host the order says nothing
     far = replace(given, link=_fastest(hosts), ring=_ring(given, hosts), hosts=None)
     both = [one for one in (far, near) if one is not None]
@@ -124,16 +124,19 @@ def _in_order(
     with besides(lower_bound_s), others_follow():
         may_end = problem.dispensable or best is not None or bool(starts) or deadline.over
         slow = replace(far, link=slower_of(hosts.link, hosts.between), ring=hosts.between, dispensable=may_end)
+        slow = with_share(slow, deadline, PARTS - len(both))
         starts += [found for found in (_balanced(slow),) if found is not None]
         plans.look_near([*starts, *_fastest_of(problem, known)])
         for later, alone in () if hosts.adjacent else _on_later_hosts(given, hosts):
             if not plans.done and least_s(alone) < step_s(plans.best):
                 found = _balanced(_within(replace(alone, dispensable=plans.best is not None), deadline))
                 plans.look_near_on(later, () if found is None else (found,))
-        for shape in chain(_shapes(slow, starts), _counts(slow)):
+        shapes = [*_shapes(slow, starts), *_counts(slow)]
+        for number, shape in enumerate(shapes):
             if plans.done:
                 break
-            _look_near_shape(plans, shape, far, deadline)
+            parts = min(PARTS, 1 + len(shapes) - number)
+            _look_near_shape(plans, with_share(shape, deadline, parts), far, deadline)
         plans.improve()
     return plans.best, lower_bound_s, plans.looked_near
 
@@ -161,7 +164,8 @@ def _over_one_link(
         late = place > 0 and deadline.over  # what was in vain on all devices is so on some of them
         with besides(lower_bound_s if place == len(both) - 1 else 0.0), others_follow():
             in_vain = problem.dispensable or best is not None or bool(starts) or late
-            found = _balanced(replace(one, dispensable=in_vain, below_s=min(one.below_s, step_s(best))))
+            shared = with_share(one, deadline, PARTS - place)
+            found = _balanced(replace(shared, dispensable=in_vain, below_s=min(one.below_s, step_s(best))))
         if found is None:
             lower_bound_s = min(lower_bound_s, even_share_s(one) if deadline.over else least_s(one))
             continue

@@ -32,7 +32,7 @@ from planner.search_watch import besides, others_follow
 from planner.solve.all_schedules import balance_of_all, families, is_plain, with_chunks
 from planner.solve.balance import Balance, StageChoice, Unsettled
 from planner.solve.build_plan import make_plan, rank_memories, stages_of
-from planner.solve.deadline import Deadline
+from planner.solve.deadline import Deadline, with_share
 from planner.solve.infeasible import MOST_CURES_S, lean_cures_text, no_chunks_fit_text, nothing_fits_text
 from planner.solve.many_devices import balance_any, with_fewer_classes
 from planner.solve.problem import Candidate, Problem
@@ -48,8 +48,6 @@ REACH = 12
 MOST_WORK, EACH_PLAN = 80_000, 100
 """What may be tried around plans that searches found; a plan counts as K M of its own and `EACH_PLAN` for all else
 [measured: 2 to 5 s]."""
-LEAST_S = 1e-3
-"""Seconds of a search where none is left."""
 CLOSE_ENOUGH = 1e-3
 """Relative distance from the lower bound at which none is tried [chosen]."""
 
@@ -179,9 +177,7 @@ class CutImprover:
         plans = [self._tried.get((found.candidate, _with_stops(found, stops).stages))]
         if self._problem.settings.recompute == "auto":
             at_stops = self._cut_at(stops)
-            given = None if at_stops.settings.time_limit_s is None else max(self._deadline.left_s, LEAST_S)
-            settings = replace(at_stops.settings, time_limit_s=given)
-            one_link = families(replace(at_stops, hosts=None, settings=settings, dispensable=dispensable))
+            one_link = families(replace(with_share(at_stops, self._deadline), hosts=None, dispensable=dispensable))
             plain = next((family[0] for family in one_link if is_plain(family[0].settings)), None)
             with besides(self._lower_bound_s), others_follow():
                 exact = None if plain is None else balance_any(plain)

@@ -17,6 +17,7 @@ from planner.export.units import Units
 from planner.plan.plan import Plan
 from planner.plan.stage import Segment, Stage
 from planner.planned_for import SegmentsOf, as_it_is_s, evaluated, problem_of, refuse_other_links
+from planner.rates import with_rates
 from planner.solve.build_plan import make_plan
 from planner.solve.host_search import best_in_order
 from planner.solve.problem import Problem
@@ -120,7 +121,7 @@ def moved(plan: Plan, form: Form, profile: Profile | None, devices: Cluster | Se
         )
     if problem.hosts is None and [stage.devices for stage in found.stages] == [stage.devices for stage in plan.stages]:
         found = found.model_copy(update={"positions": plan.positions, "devices_per_host": plan.devices_per_host})
-    found = with_doubt(found, problem.costs, problem.links)
+    found = with_rates(with_doubt(found, problem.costs, problem.links), profile)
     return Moved(found, plan.prediction.step_s if plan.skips else as_it_is_s(problem, plan))
 
 

@@ -16,6 +16,7 @@ from planner.plan.stage import Segment
 from planner.planned_for import problem_of
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError
+from profiler.work import Work
 
 LAYERS = 6
 
@@ -121,11 +122,13 @@ def test_cuts_that_move_lie_where_few_bytes_leave_a_host(profile_of, device):
     near, far = Link(latency_s=0.01, bytes_per_s=1e3), Link(latency_s=0.01, bytes_per_s=1.0)
     hosts = Cluster(devices=(device(),) * 2, link=near, between=far, devices_per_host=1)
     asked: Any = {"batch_size": 4, "micro_batches": 4, "micro_batches_per_stage": 1, "schedule": "gpipe", "stages": 2}
-    plan = plan_from_profile(profile_of(rows, links=(near,)), hosts, **asked, cut_at=["blocks.5"])
+    profile = profile_of(rows, links=(near,)).model_copy(update={"work": Work(forward_flops=1e9, dtype="float32")})
+    plan = plan_from_profile(profile, hosts, **asked, cut_at=["blocks.5"])
     positions = frozenset({2, 3, 4})
     made = moved(plan, Form(positions, Recompute.ANY, units_at(positions), "it", "blocks"), plan.profile)
     assert made.plan.stages[0].stop_layer == 2
     assert made.original_s == pytest.approx(plan.prediction.step_s)
+    assert made.plan.prediction.device_flops_per_s == pytest.approx(3e9 * made.plan.prediction.samples_per_s / 2)
 
 
 def test_what_recomputes_everything_goes_on_to_do_so(profile_of, device):

@@ -314,6 +314,7 @@ def test_no_later_host_alone_is_faster(seed: int) -> None:
 
 
 @given(st.integers(0, 10**6))
+@example(0)  # 1.8 % slower while no search with the least memory of each kind was made
 @example(16)  # 6.8 % slower while the search went on from the fastest plans alone, whatever their K
 @example(19)  # 9.7 %
 @settings(max_examples=1, deadline=None)

@@ -30,7 +30,7 @@ from profiler.run.inputs import part_of, real_runner, resized_target
 from profiler.run.layer_runner import LayerRunner
 from profiler.run.parameter_pool import ParameterPool
 from profiler.text import counted
-from profiler.timing.optimizers import optimizer_cost
+from profiler.timing.optimizers import BuiltOptimizer, optimizer_cost
 from profiler.timing.repeats import computing_with
 from profiler.timing.sweeps import LayerTiming, TimedLayers, time_layers
 from profiler.timing.weight_passes import as_stages, measured_weights
@@ -172,9 +172,11 @@ def _optimizer_key(workload: Workload, device: Device, neighbour_count: int) -> 
     tensors = [tensor for tensor in _stepped(workload) if tensor.requires_grad]
     precision = workload.sequence.sample.precision
     casts = {"rounded": rounded_type(precision), "added": added_type(precision)}
+    built = workload.optimizer.build if isinstance(workload.optimizer, BuiltOptimizer) else None
     return {
         "what": "optimizer",
         "name": workload.optimizer,
+        "built": digest_of_work(built),  # the name says nothing of groups for which other settings hold
         "parameters": [f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors],
         **{name: str(dtype) for name, dtype in casts.items() if dtype is not None},
         **_place(device, neighbour_count),

@@ -11,6 +11,8 @@ import shlex
 from collections.abc import Sequence
 from itertools import groupby
 
+from torch import nn
+
 from planner.export.refusing import OURS
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import Units, block_paths, owners
@@ -66,28 +68,37 @@ def _users(places: Sequence[set[str]]) -> set[str]:
     return set().union(*(one & {EMBEDDING, LOSS} or one for one in places))
 
 
-def _ties_embedding(units: Units, sequence: LayerSequence) -> bool:
+def _ties_embedding(request: Request) -> bool:
     """Whether E and L share a matrix, as Megatron-LM's word embedding and head can.
 
     Raises:
-        InfeasibleError: the model shares another parameter.
+        InfeasibleError: the model shares another parameter, such as an embedding that is smaller than another one of E.
     """
+    units, sequence = request.units, request.sequence
+    assert units is not None
     letters, places = _letters(units), _places(units, sequence)
+    known = {name: sequence.aliases.get(name, (name,)) for name in sequence.parameters}
+    tables = [name for name, names in known.items() if any(_is_embedding(request.model, one) for one in names)]
+    largest = max(tables, key=lambda name: sequence.parameters[name].numel(), default=None)
     ties = False
     for name, layers in sequence.tied.items():
         found = _users([places[layer] for layer in layers])
-        names = sequence.aliases.get(name, (name,))
+        names = known[name]
         if len(names) > 1:
             found |= {letters.get(path, path) for one in names for path in owners([one], letters) or {one}}
         if len(found) == 1:
             continue
-        if found != {EMBEDDING, LOSS} or sequence.parameters[name].dim() != 2 or ties:
+        if found != {EMBEDDING, LOSS} or sequence.parameters[name].dim() != 2 or ties or largest not in (None, name):
             raise InfeasibleError(
                 f"Megatron-LM shares one weight, between the embedding and the head, and {' and '.join(names)} is one "
                 f"parameter that {', '.join(sorted(found))} use; untie it and plan again, or {OURS}"
             )
         ties = True
     return ties
+
+
+def _is_embedding(model: nn.Module, parameter: str) -> bool:
+    return isinstance(model.get_submodule(parameter.rpartition(".")[0]), nn.Embedding)
 
 
 def _check(request: Request) -> None:
@@ -108,7 +119,7 @@ def _check(request: Request) -> None:
             f"{len(classes)}: {', '.join(classes)}; keep nothing but blocks in it, or export to "
             "torch.distributed.pipelining, which takes any model"
         )
-    _ties_embedding(units, request.sequence)
+    _ties_embedding(request)
     if plan.chunks > 1 and plan.M % plan.ranks:
         raise InfeasibleError(
             f"Megatron-LM's interleaved schedule takes whole groups of {plan.ranks} micro-batches, and M = {plan.M}; "
@@ -151,7 +162,7 @@ def _make(request: Request) -> Made:
             "--recompute-method": "uniform",
             "--recompute-num-layers": "1",
         }
-    flags = [] if _ties_embedding(units, request.sequence) else ["--untie-embeddings-and-output-weights"]
+    flags = [] if _ties_embedding(request) else ["--untie-embeddings-and-output-weights"]
     recipe = recipe_of(plan.sample.precision)
     if recipe is not None:
         flags += ["--bf16"] if recipe.casts_at_end else ["--bf16", "--accumulate-allreduce-grads-in-fp32"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, isclose
 from typing import Any, TypeAlias
@@ -205,7 +206,8 @@ def cost_with_state(
 def state_bytes(name: str, parameters: Sequence[Tensor]) -> list[int]:
     """Bytes of the optimizer's own state of each parameter after a step, on tensors that have shapes and no data.
 
-    Scalars such as a step counter are left out. What is no parameter's own is spread over all of them.
+    Scalars such as a step counter are left out. Of memory that several share, each has the part that it looks at; what
+    is no parameter's own is spread over all of them.
 
     Args:
         name: as for `optimizer_cost`.
@@ -222,20 +224,26 @@ def state_bytes(name: str, parameters: Sequence[Tensor]) -> list[int]:
                 optimizer, stepped = _stepped(name, parameters)
     except (TypeError, ValueError, RuntimeError) as problem:
         raise ArgumentError(f"optimizer={name!r} cannot train this model: {problem}") from problem
-    known, seen = [id(parameter) for parameter in stepped], set[object]()
-    found = dict.fromkeys(known, 0)
-    shared = 0
+    numbers = {id(parameter): number for number, parameter in enumerate(stepped)}
+    every = range(len(stepped))
+    kept: dict[object, list[tuple[range, Tensor]]] = defaultdict(
+        list
+    )  # by storage the tensors in it, and whose each is
     for owner, state in optimizer.state.items():
+        number = numbers.get(id(owner))
         for leaf in pytree.tree_leaves(state):
-            if not isinstance(leaf, Tensor) or not leaf.dim() or storage_of(leaf) in seen:
-                continue
-            seen.add(storage_of(leaf))
-            if id(owner) in found:
-                found[id(owner)] += leaf.untyped_storage().nbytes()
-            else:
-                shared += leaf.untyped_storage().nbytes()
-    each = shared / sum(parameter.nbytes for parameter in parameters) if shared else 0.0
-    return [found[one] + ceil(each * parameter.nbytes) for one, parameter in zip(known, parameters, strict=True)]
+            if isinstance(leaf, Tensor) and leaf.dim():
+                kept[storage_of(leaf)].append((every if number is None else range(number, number + 1), leaf))
+    found = [0.0] * len(stepped)
+    for tensors in kept.values():
+        storage_bytes = tensors[0][1].untyped_storage().nbytes()
+        viewed_bytes = sum(leaf.nbytes for _, leaf in tensors)
+        for owners, leaf in tensors:
+            owned_bytes = sum(parameters[number].nbytes for number in owners)
+            for number in owners:
+                share = leaf.nbytes / viewed_bytes * parameters[number].nbytes / owned_bytes if viewed_bytes else 0.0
+                found[number] += storage_bytes * share
+    return [ceil(one) for one in found]
 
 
 def _stepped(

@@ -16,6 +16,7 @@ from tests.planner.exported import BATCH, priced
 from tests.planner.test_export import megatron_stages
 
 WIDTH = WORDS = 8
+PLACES = 4
 PAIR = {"stages": 2, "schedule": "1f1b", "recompute": "never"}
 
 
@@ -42,12 +43,13 @@ class Transformer(nn.Module):
     def __init__(self, blocks: list[nn.Module], *, named_head: bool = True, norm: bool = True) -> None:
         super().__init__()
         self.embed, self.before = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.places = nn.Embedding(PLACES, WIDTH)
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
         self.head = nn.Linear(WIDTH, WORDS, bias=False) if named_head else None
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.before(self.embed(ids))
+        x = self.before(self.places(torch.arange(ids.shape[1])) + self.embed(ids))
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
@@ -148,6 +150,12 @@ def share_norms(model: Transformer) -> None:
     model.norm.weight = model.before.weight
 
 
+def share_with_places(model: Transformer) -> None:
+    """The head says which of the places comes next."""
+    model.head = nn.Linear(WIDTH, PLACES, bias=False)
+    model.head.weight = model.places.weight
+
+
 def repeat_a_block(model: Transformer) -> None:
     model.blocks[1] = model.blocks[0]
 
@@ -157,6 +165,7 @@ def repeat_a_block(model: Transformer) -> None:
     [
         (share_of_blocks, "blocks.0.out.weight and blocks.1.out.weight is one parameter that blocks.0, blocks.1 use"),
         (share_with_embedding, "is one parameter that E, blocks.1 use"),
+        (share_with_places, "places.weight and head.weight is one parameter that E, L use"),
         (share_norms, "before.weight and norm.weight is one parameter that E, L use"),
         (repeat_a_block, "is one parameter that blocks.0, blocks.1."),
     ],

@@ -122,6 +122,44 @@ def test_state_that_is_no_parameters_own_is_spread() -> None:
     assert state_bytes(named, [torch.zeros(4, 5), torch.zeros(20)]) == [2 * 80 + 20, 20]
 
 
+class Flat(torch.optim.SGD):
+    """Keeps what it has of all parameters in one tensor, of which each looks at its part."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        whole = torch.zeros(sum(parameter.numel() for parameter in parameters), device=parameters[0].device)
+        parts = whole.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            self.state[parameter]["mean"] = part.view_as(parameter)
+        return super().step(closure)
+
+
+def test_memory_that_parameters_share_is_that_of_each_part() -> None:
+    """All of it was the first one's, and other stages were planned to keep nothing."""
+    parameters = [torch.zeros(10, 48), torch.zeros(144), torch.zeros(480)]
+    states = state_bytes(named_optimizer(Flat), parameters)
+    assert states == [1920, 576, 1920]
+    assert cost_with_state("Flat", "a", 0.0, parameters, states).state_bytes == ()
+
+
+def of_matrices(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [one for one in parameters if one.dim() == rank], "momentum": 0.9 * (rank - 1)} for rank in (1, 2)
+    ]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def test_an_optimizer_of_groups_is_not_taken_for_one_without(tmp_path: Path) -> None:
+    """Both are called SGD, and what was measured of the one was planned for the other: no state for 32,768 bytes."""
+    model, sample = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(4, 64)
+    asked: Any = {"loss_fn": nn.functional.mse_loss, "target": sample, "progress": False, "cache": tmp_path}
+    kept = [
+        autoplan(model, sample, 1, optimizer=optimizer, time_budget_s=0.0, **asked).stages[0].memory.optimizer
+        for optimizer in ("SGD", of_matrices, "SGD")
+    ]
+    assert kept == [0, 2 * 4 * 64 * 64, 0]
+
+
 @pytest.mark.parametrize("optimizer", ["Adafactor", Unlike])
 @pytest.mark.parametrize("devices", [2, "2xA100-40GB"])
 def test_each_stage_has_room_for_the_state_that_it_keeps(tmp_path: Path, devices: Any, optimizer: Any) -> None:

@@ -186,10 +186,8 @@ def _rest(plan: Plan, seen: Seen, ratios: Ratios) -> float:
     """
     if (-1, WHOLE) not in seen:
         return 1.0
-    whole_s, explained_s = (
-        seen[-1, WHOLE][0],
-        simulate_plan(scaled_plan(plan, ratios.stages, ratios.link), events=False).makespan_s,
-    )
+    whole_s, _ = seen[-1, WHOLE]
+    explained_s = simulate_plan(scaled_plan(plan, ratios.stages, ratios.link), events=False).makespan_s
     check_ratio(whole_s, explained_s, f"{WHOLE}, by what passes took,")
     return whole_s / explained_s
 

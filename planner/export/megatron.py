@@ -72,7 +72,7 @@ def _ties_embedding(request: Request) -> bool:
     """Whether E and L share a matrix, as Megatron-LM's word embedding and head can.
 
     Raises:
-        InfeasibleError: the model shares another parameter, such as an embedding that is smaller than another one of E.
+        InfeasibleError: the model shares another parameter, such as an embedding that is smaller than another one.
     """
     units, sequence = request.units, request.sequence
     assert units is not None

@@ -141,10 +141,12 @@ def _on_groups(problem: Problem) -> tuple[Plan | None, float]:
     Devices that are together here may be on two hosts, and a plan on one host have others: its bound is one of time
     alone then.
     """
-    replicas, limited = problem.settings.replicas or 1, problem.settings.time_limit_s is not None
-    several = groupings(problem, replicas)
-    if replicas == 1 and limited:
-        several = [problem]  # one device has all its memory: the others are the same search with less of it
+    replicas, limited = problem.settings.replicas, problem.settings.time_limit_s is not None
+    several = [problem]
+    if replicas is not None and not (
+        replicas == 1 and limited
+    ):  # of one alone the others are the same with less memory
+        several = groupings(problem, replicas)
     deadline, unsettled = Deadline(problem.settings.time_limit_s), Unsettled()
     best: Plan | None = None
     lower_bound_s = math.inf

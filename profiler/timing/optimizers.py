@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from math import ceil, isclose
+from math import isclose
 from typing import Any, TypeAlias
 
 import torch
@@ -226,24 +226,22 @@ def state_bytes(name: str, parameters: Sequence[Tensor]) -> list[int]:
         raise ArgumentError(f"optimizer={name!r} cannot train this model: {problem}") from problem
     numbers = {id(parameter): number for number, parameter in enumerate(stepped)}
     every = range(len(stepped))
-    kept: dict[object, list[tuple[range, Tensor]]] = defaultdict(
-        list
-    )  # by storage the tensors in it, and whose each is
+    kept: dict[object, list[tuple[range, Tensor]]] = defaultdict(list)  # by storage: whose each tensor is, and it
     for owner, state in optimizer.state.items():
         number = numbers.get(id(owner))
         for leaf in pytree.tree_leaves(state):
             if isinstance(leaf, Tensor) and leaf.dim():
                 kept[storage_of(leaf)].append((every if number is None else range(number, number + 1), leaf))
-    found = [0.0] * len(stepped)
+    found = [0] * len(stepped)
     for tensors in kept.values():
         storage_bytes = tensors[0][1].untyped_storage().nbytes()
         viewed_bytes = sum(leaf.nbytes for _, leaf in tensors)
         for owners, leaf in tensors:
             owned_bytes = sum(parameters[number].nbytes for number in owners)
-            for number in owners:
-                share = leaf.nbytes / viewed_bytes * parameters[number].nbytes / owned_bytes if viewed_bytes else 0.0
-                found[number] += storage_bytes * share
-    return [ceil(one) for one in found]
+            for number in owners if viewed_bytes else ():
+                part = storage_bytes * leaf.nbytes * parameters[number].nbytes
+                found[number] += -(-part // (viewed_bytes * owned_bytes))
+    return found
 
 
 def _stepped(

@@ -153,19 +153,20 @@ def test_a_plan_rules_out_replicas_that_are_not_faster(searched):
     assert (plan.prediction.gap, ended_s) == (0, 1.0)
 
 
-@pytest.mark.parametrize("limit_s", [None, LIMIT_S])
-def test_one_replica_takes_no_devices_for_equal_under_a_time_limit(device, monkeypatch, limit_s):
+@pytest.mark.parametrize(("replicas", "limit_s", "searches"), [(1, None, 2), (1, LIMIT_S, 1), ("auto", None, 1)])
+def test_no_devices_are_taken_for_equal_where_one_search_has_them_all(device, monkeypatch, replicas, limit_s, searches):
     """On several hosts half the time went to devices with the least memory of their kind: a plan was refused."""
     devices = tuple(device(memory_bytes=size) for size in (1000, 1001, 1002, 1003))
     near, far = (Link(latency_s=0.0, bytes_per_s=speed) for speed in (1000.0, 100.0))
     hosts = Cluster(devices=devices, link=near, between=far, devices_per_host=2)
-    asked: SettingKeywords = {"replicas": 1, "micro_batch_sizes": [1], "time_limit_s": limit_s}
+    asked: SettingKeywords = {"replicas": replicas, "micro_batch_sizes": [1], "time_limit_s": limit_s}
     problem = make_problem(profile_of_four(), hosts, batch_size=8, optimizer=None, settings=asked)
     had: list[Problem] = []
     monkeypatch.setattr(host_search, "best_plan", lambda one, unsettled: had.append(one))
     best_plan(problem)
-    assert had[0].devices == problem.devices
-    assert len(had) == (1 if limit_s else 2)
+    alike = [one for one in had if one.settings.replicas == problem.settings.replicas]
+    assert alike[0].devices == problem.devices
+    assert len(alike) == searches
 
 
 def test_on_hosts_what_searches_leave_is_shared_by_those_that_follow(device, monkeypatch):

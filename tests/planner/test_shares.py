@@ -14,7 +14,7 @@ from torch import nn
 from planner import ArgumentError, InfeasibleError, Plan, PlanFileError, autoplan, plan_from_profile
 from planner.cost.layer_costs import ParameterRanges
 from planner.plan.shares import owners_of
-from profiler import Cluster, profile, trace
+from profiler import Cluster, Profile, profile, trace
 from tests.planner.made_up import build_profile
 
 SIZES = st.lists(st.integers(1, 60).map(lambda size: 4 * size), max_size=9)
@@ -30,14 +30,20 @@ def test_shares_are_near_even(sizes: list[int], replicas: int) -> None:
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
-@given(st.data())
-def test_each_range_counts_its_largest_share_and_no_less_than_a_smaller_range(data: Any) -> None:
-    """The assignment of all ranges at once is the executor's, of one."""
-    layers, replicas = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 4))
+def drawn(data: Any, layers: int) -> tuple[list[tuple[int, bool]], list[list[int]], Profile]:
+    """Parameters by size and whether they are trained, those that each layer reads, and a profile of these."""
     parameters = [(size, data.draw(st.integers(0, 3)) > 0) for size in data.draw(SIZES)]
     positions = st.lists(st.integers(0, len(parameters) - 1), max_size=4, unique=True) if parameters else st.just([])
     readers = [data.draw(positions) for _ in range(layers)]
     made = build_profile({("a", 1): [(1.0,) * 7] * layers}, parameters=parameters, readers=readers)
+    return parameters, readers, made
+
+
+@given(st.data())
+def test_each_range_counts_its_largest_share_and_no_less_than_a_smaller_range(data: Any) -> None:
+    """The assignment of all ranges at once is the executor's, of one."""
+    layers, replicas = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 4))
+    parameters, readers, made = drawn(data, layers)
     found = ParameterRanges(made).stepped(replicas)
     assert np.array_equal(ParameterRanges(made).stepped(1), ParameterRanges(made).trainable)
     for first, stop in itertools.combinations(range(layers + 1), 2):
@@ -54,10 +60,7 @@ def test_each_range_counts_its_largest_share_and_no_less_than_a_smaller_range(da
 def test_each_range_has_room_for_the_state_of_unlike_parameters(data: Any) -> None:
     """What one replica has of it is exact, and of those that share it none has more."""
     layers, replicas = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-    parameters = [(size, data.draw(st.integers(0, 3)) > 0) for size in data.draw(SIZES)]
-    positions = st.lists(st.integers(0, len(parameters) - 1), max_size=4, unique=True) if parameters else st.just([])
-    readers = [data.draw(positions) for _ in range(layers)]
-    made = build_profile({("a", 1): [(1.0,) * 7] * layers}, parameters=parameters, readers=readers)
+    parameters, readers, made = drawn(data, layers)
     states = {name: data.draw(st.integers(0, 500)) for name, (_, trained) in enumerate(parameters) if trained}
     optimizer = made.optimizers[0].model_copy(update={"state_bytes": tuple(states.values())})
     ranges = ParameterRanges(made)

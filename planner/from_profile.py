@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.cost.hosts import Hosts
-from planner.cost.layer_costs import CostModel, ParameterRanges, check_profile
+from planner.cost.layer_costs import CostModel, check_profile
+from planner.cost.parameter_ranges import ParameterRanges
 from planner.cost.time_ledger import layer_seconds
 from planner.doubt import with_doubt
 from planner.keywords import SettingKeywords, takes_settings

@@ -29,8 +29,9 @@ from functools import cache
 
 import numpy as np
 
-from planner.cost.layer_costs import CostModel, Floats, Indices, LayerArrays, ParameterRanges, Range
+from planner.cost.layer_costs import CostModel, Floats, Indices, LayerArrays, Range
 from planner.cost.messages import Carrier, Message
+from planner.cost.parameter_ranges import ParameterRanges
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches

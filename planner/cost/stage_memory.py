@@ -8,9 +8,10 @@ from typing import NotRequired, TypedDict, Unpack
 
 import numpy as np
 
-from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
+from planner.cost.layer_costs import CostModel, Floats, LayerArrays
 from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, Row, range_rows, rows_of
 from planner.cost.messages import Carrier, Message, carrier_of
+from planner.cost.parameter_ranges import ParameterRanges
 from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner.cost.hosts import Hosts, Placement, placed
-from planner.cost.layer_costs import CostModel, Floats, LayerArrays, ParameterRanges
+from planner.cost.layer_costs import CostModel, Floats, LayerArrays
 from planner.cost.ledger import Basis
 from planner.cost.messages import Carrier, carrier_of
+from planner.cost.parameter_ranges import ParameterRanges
 from planner.cost.time_ledger import EndFigures
 from planner.cost.transfers import boundary_s
 from planner.plan.actions import AHEAD_BYTES

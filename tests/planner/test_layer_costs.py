@@ -3,8 +3,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.cost.layer_costs import CostModel, ParameterRanges, range_sums
+from planner.cost.layer_costs import CostModel, range_sums
 from planner.cost.messages import Message
+from planner.cost.parameter_ranges import ParameterRanges
 from planner.cost.stage_memory import stage_memory
 from planner.plan.actions import AHEAD_BYTES
 from planner.plan.micro_batches import MicroBatches

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from planner import ArgumentError, InfeasibleError, Plan, PlanFileError, autoplan, plan_from_profile
-from planner.cost.layer_costs import ParameterRanges
+from planner.cost.parameter_ranges import ParameterRanges
 from planner.plan.shares import owners_of
 from profiler import Cluster, Profile, profile, trace
 from tests.planner.made_up import build_profile
@@ -78,6 +78,16 @@ def test_each_range_has_room_for_the_state_of_unlike_parameters(data: Any) -> No
             assert found[first, stop] == max(kept)
         inner = [found[i, j] for i, j in itertools.combinations(range(first, stop + 1), 2)]
         assert max(inner) == found[first, stop]
+
+
+@pytest.mark.parametrize("size", [4 * elements for elements in range(1, 41)])
+def test_the_state_of_one_parameter_that_is_shared_has_room_whole_bytes_and_no_byte_more(size: int) -> None:
+    """57 bytes of state of 100 had room for 56.99999999999999."""
+    made = build_profile({("a", 1): [(1.0,) * 7]}, parameters=[(size, True)], readers=[[0]])
+    ranges = ParameterRanges(made)
+    for state in range(0, 300):
+        optimizer = made.optimizers[0].model_copy(update={"state_bytes": (state,)})
+        assert ranges.state(optimizer, 2, (0, 1)) == state
 
 
 WIDTH, BLOCKS, REPLICAS = 64, 6, 4

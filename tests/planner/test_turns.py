@@ -6,7 +6,8 @@ from operator import le
 import numpy as np
 import pytest
 
-from planner.cost.layer_costs import CostModel, ParameterRanges
+from planner.cost.layer_costs import CostModel
+from planner.cost.parameter_ranges import ParameterRanges
 from planner.cost.stage_memory import stage_memory
 from planner.plan.held import Moment
 from planner.plan.micro_batches import MicroBatches

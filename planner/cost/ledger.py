@@ -72,6 +72,8 @@ class Counts(Enum):
     DEFERRING = auto()
     """While a micro-batch goes back, in schedules that split the backward pass: of the layers that it has come through,
     in place of what it kept of these; see `planner.cost.stage_memory`."""
+    GOING_ON = auto()
+    """While a micro-batch goes forward through a stage that is recomputed as a whole: of the layer that it is in."""
     UNDER_WAY = auto()
     """For the messages under way at a boundary; how many, the figure says."""
     TRANSIENT = auto()
@@ -119,8 +121,8 @@ class Basis:
         micro_batches: how a replica's samples are cut.
         ahead_bytes: see `Message`.
         ring: ranks, and chunks of each.
-        held: micro-batches in flight and waiting at the moments that are looked at, where several might need most; by
-            default as many in flight as ever are.
+        held: what is, at the moments that are looked at, where several might need most; by default as many in flight as
+            ever are.
         shares: replicas that share the optimizer's state; 1 where each has all of it.
         carrier: what carries messages.
         under_way: micro-batches in flight at most, by number of the stage from the end less 1; empty where the
@@ -235,10 +237,12 @@ class Row:
         possible = _MOMENTS if self.counts is Counts.TRANSIENT else _LASTING
         if self.forms not in possible.get(self.of, ()):
             raise ValueError(f"no sum is made of a row that is of {self.of}, counts {self.counts}, in {self.forms}")
-        if (self.memory_class == "transient") != (self.counts in {Counts.TRANSIENT, Counts.DEFERRING}):
+        if (self.memory_class == "transient") != (self.counts in {Counts.TRANSIENT, *_ON_THE_WAY}):
             raise ValueError(f"{self.name!r} counts {self.counts} and belongs to {self.memory_class}")
 
 
+_ON_THE_WAY = {Counts.DEFERRING, Counts.GOING_ON}
+"""Follow from where a micro-batch is, see `planner.cost.stage_memory`."""
 _EVERY = (Form.ANY,)
 _LASTING = {
     Of.STAGE: _EVERY,
@@ -354,6 +358,13 @@ ROWS: tuple[RangeRow | Row, ...] = (
         Form.IN_PARTS,
     ),
     Row(
+        "a layer of a recomputed stage, on the way forward",
+        "transient",
+        Of.LAYERS,
+        Counts.GOING_ON,
+        lambda at: at.layers.kept_bytes + at.layers.transient_bytes + at.layers.workspace_bytes,
+    ),
+    Row(
         "messages under way before the stage",
         "receive_buffers",
         Of.FIRST_BOUNDARY,
@@ -387,8 +398,8 @@ def whole_rows() -> Iterator[Row]:
 def rows_of(*of: Of, form: Form = Form.ANY, transient: bool = False) -> tuple[Row, ...]:
     """The rows of these layers or boundaries that count in (all of) a form: transient ones, or such as last."""
     rows = [row for row in ROWS if isinstance(row, Row) and row.of in of and row.forms & form == form]
-    left_out = Counts.DEFERRING  # follows from where a micro-batch is, see `planner.cost.stage_memory`
-    return tuple(row for row in rows if (row.counts is Counts.TRANSIENT) == transient and row.counts is not left_out)
+    rows = [row for row in rows if row.counts not in _ON_THE_WAY]
+    return tuple(row for row in rows if (row.counts is Counts.TRANSIENT) == transient)
 
 
 def classes_that_count(counts: Counts) -> set[str]:
@@ -409,6 +420,7 @@ class Ledger:
         message: what crosses after each layer.
         in_flight: how many micro-batches of the larger and of the smaller size are, a row for each number or moment.
         waiting: how many wait for the gradients of their parameters, likewise.
+        goes_back: of each moment, whether a micro-batch goes back; empty where the basis has none.
         large: what rows read for a large micro-batch.
         small: and for a small one.
     """
@@ -426,9 +438,10 @@ class Ledger:
         message = self.message = Message.after_layers(large, small, basis.ahead_bytes, basis.carrier, basis.ring)
         self._numbers = numbers
         self._splits = SCHEDULES[basis.schedule].splits_backward
+        self.goes_back = np.array([held.goes_back for held in basis.held], dtype=np.bool_)
         flying = None
         if basis.held:
-            held = np.array(basis.held)  # in flight and waiting, a row for each moment
+            held = np.array([(held.flying, held.waiting) for held in basis.held])
             large_ones = np.minimum(held, split.number_largest)
             by_size = np.stack([large_ones, held - large_ones], axis=2, dtype=np.float64)
             self.in_flight, self.waiting = by_size[:, 0], by_size[:, 1]
@@ -482,8 +495,15 @@ class Ledger:
 
     def begun(self) -> Floats:
         """Bytes of each layer that a micro-batch begins to keep when it has come back through it, shape (L,)."""
-        rows = [row for row in ROWS if isinstance(row, Row) and row.counts is Counts.DEFERRING]
-        return np.zeros(self.layers) + sum(self.moments(row) for row in rows if self._splits)
+        return self._on_the_way(Counts.DEFERRING) * self._splits
+
+    def going_on(self) -> Floats:
+        """Bytes of each layer that a micro-batch has in it alone if nothing is kept, but what comes in; shape (L,)."""
+        return self._on_the_way(Counts.GOING_ON)
+
+    def _on_the_way(self, counts: Counts) -> Floats:
+        rows = [row for row in ROWS if isinstance(row, Row) and row.counts is counts]
+        return np.zeros(self.layers) + sum(self.moments(row) for row in rows)
 
     def moments(self, row: Row) -> Floats:
         """Bytes of a transient row, or one that counts once: those of its figure, for the size that has more."""

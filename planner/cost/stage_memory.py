@@ -174,7 +174,7 @@ def stage_moments(
     )
     ledger, turns = Ledger(basis, (number,), (large, small), (first, stop)), _turns(number, ring)
     stage = _Stage(first, stop, about["segments"], ledger, skips, *turns)
-    found = {name: np.zeros(1) for name in StageMemory.model_fields} | {"transient": np.array([stage.peak()])}
+    found = {name: np.zeros(1) for name in StageMemory.model_fields} | {"transient": stage.peaks()}
     figures = basis.of_ranges((first, stop))
     for range_row in range_rows():
         found[range_row.memory_class] = found[range_row.memory_class] + float(range_row.figure(figures))
@@ -252,8 +252,17 @@ class _Stage:
         recomputed = {layer for segment in self.segments for layer in range(segment.first, segment.stop)}
         return [layer for layer in layers if layer not in recomputed]
 
-    def peak(self) -> float:
-        """The transient rows together: the largest moment in addition to all else."""
+    def peaks(self) -> Floats:
+        """The transient rows together, at each moment: the most in addition to all else."""
+        peak = self._peak()
+        if self.form is not Form.AS_ONE or self.ledger.goes_back.all():
+            return np.array([peak])
+        going_on = self.ledger.going_on()[self.first : self.stop]
+        going_on[1:] += np.maximum(*self.ledger.message.outputs)[self.first : self.stop - 1]
+        return np.where(self.ledger.goes_back, peak, min(peak, float(going_on.max())))
+
+    def _peak(self) -> float:
+        """The same of a backward pass, which has no less than a forward pass."""
         none = np.zeros(self.ledger.layers)
 
         def moments(of: Of) -> Floats:

@@ -12,10 +12,11 @@ Of several chunks that are ready alike the later one goes first: its micro-batch
 is in flight in each chunk that it went forward through and not yet back.
 
 A forward pass is taken only if the rank can hold one micro-batch more in addition to the waiting ones, and then one
-also in each later chunk that has none: the earliest micro-batch always comes to the end. A backward pass is, if the
-rank can hold those that are in flight and wait; where it cannot, weights are made first, and those go back that are in
-a later chunk. Both are only if there is room for what they send (`planner.plan.actions.room_between`). Passes of
-weights need nothing and free what waited, so that no rank is ever stuck.
+also in each later chunk that has none; and if it could hold them on the way back when no other one waits: the earliest
+micro-batch always comes to the end. A backward pass is, if the rank can hold those that are in flight and wait; where
+it cannot, weights are made first, and those go back that are in a later chunk. Both are only if there is room for what
+they send (`planner.plan.actions.room_between`). Passes of weights need nothing and free what waited, so that no rank is
+ever stuck.
 How far ahead a rank goes, and how soon is soon, are the settings that `planner.solve.own_orders` tries.
 Recompute and messages are as in `planner.kernel.makespan`.
 """
@@ -29,7 +30,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled, inlined
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, walked
-from planner.kernel.turns import NO_LINK, Ways
+from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, Ways
 
 NOT_YET = -1.0
 """When a message comes that nobody has begun to make."""
@@ -42,7 +43,8 @@ class Room(NamedTuple):
     """What ranks may hold, in bytes.
 
     Attributes:
-        free: left on a rank in addition to what there is in any case while one of its stages computes, shape (K,).
+        free: left on a rank in addition to what there is in any case while a micro-batch goes forward through one of
+            its stages, and back, shape (2, K); no more on the way back.
         flying: of so many micro-batches in flight in each stage, shape (K, M + 1), beginning with none.
         waiting: of so many that wait there for the gradients of their parameters, likewise.
     """
@@ -101,7 +103,7 @@ def listed(
     ranks, chunks = ways.stages.shape
     orders = np.full((ranks, 3 * chunks * count), NOTHING)
     for rank in range(ranks):
-        if (room.flying[ways.stages[rank], 1].cumsum() > room.free[ways.stages[rank]]).any():
+        if (room.flying[ways.stages[rank], 1].cumsum() > room.free[BACKWARD][ways.stages[rank]]).any():
             return orders
     there = stages, count
     walk = _Walk(
@@ -200,21 +202,21 @@ def _ready(
 ) -> tuple[tuple[float, int], tuple[float, int], int]:
     """Which chunk may go forward first, and back, each after how many seconds, and one whose weights wait."""
     count = seconds.shape[2]
-    held = 0.0
+    flying = waiting = 0.0
     for stage in own:
-        held += room.flying[stage, walk.done[0, stage] - walk.done[1, stage]]
-        held += room.waiting[stage, walk.done[1, stage] - walk.done[2, stage]]
+        flying += room.flying[stage, walk.done[0, stage] - walk.done[1, stage]]
+        waiting += room.waiting[stage, walk.done[1, stage] - walk.done[2, stage]]
     forward_wait_s = backward_wait_s = np.inf
     goes = comes = waits = NOTHING
     for chunk in range(len(own) - 1, -1, -1):
         stage = own[chunk]
         forward, backward, weights = walk.done[0, stage], walk.done[1, stage], walk.done[2, stage]
-        fits = forward < count and forward - backward < most[stage] and _holds(walk, room, own, held, chunk)
+        fits = forward < count and forward - backward < most[stage] and _holds(walk, room, own, flying, waiting, chunk)
         if fits and _has_way(walk, ways, 0, stage):
             there_s = walk.input_s[stage, forward]
             if there_s != NOT_YET and max(0.0, there_s - now_s) < forward_wait_s:
                 forward_wait_s, goes = max(0.0, there_s - now_s), chunk
-        if backward < forward and held <= room.free[stage] and _has_way(walk, ways, 1, stage):
+        if backward < forward and flying + waiting <= room.free[BACKWARD, stage] and _has_way(walk, ways, 1, stage):
             there_s = walk.gradient_s[stage, backward]
             again_s = 0.0 if before == chunk * count + backward else seconds[R, stage, backward]
             if there_s != NOT_YET and max(0.0, there_s - now_s - again_s) < backward_wait_s:
@@ -225,14 +227,14 @@ def _ready(
 
 
 @inlined
-def _holds(walk: _Walk, room: Room, own: Indices, held: float, chunk: int) -> bool:
+def _holds(walk: _Walk, room: Room, own: Indices, flying: float, waiting: float, chunk: int) -> bool:
     """Whether a rank can hold one micro-batch more in a chunk, and then one in each later chunk that has none."""
     for later in range(chunk, len(own)):
         stage = own[later]
-        flying = walk.done[0, stage] - walk.done[1, stage]
-        if later == chunk or flying == 0:
-            held += room.flying[stage, flying + 1] - room.flying[stage, flying]
-        if held > room.free[stage]:
+        many = walk.done[0, stage] - walk.done[1, stage]
+        if later == chunk or many == 0:
+            flying += room.flying[stage, many + 1] - room.flying[stage, many]
+        if flying + waiting > room.free[FORWARD, stage] or flying > room.free[BACKWARD, stage]:
             return False
     return True
 
@@ -380,7 +382,7 @@ def _allowed(order: Indices, count: int, room: Room, own: Indices) -> bool:
             held += (
                 room.flying[stage, done[0, each] - done[1, each]] + room.waiting[stage, done[1, each] - done[2, each]]
             )
-        if kind < 2 and held > room.free[own[chunk]]:
+        if kind < 2 and held > room.free[kind, own[chunk]]:
             return False
         done[kind, chunk] += kind > 0
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from planner.plan.orders import Order, PassKind
 
@@ -14,8 +14,21 @@ if TYPE_CHECKING:  # to show a plan nobody counts, and numpy takes time to load
 
     Indices: TypeAlias = NDArray[np.int64]
 
-Held: TypeAlias = tuple[int, int]
-"""Micro-batches in flight, and those that wait for the gradients of their parameters, at one moment."""
+
+class Held(NamedTuple):
+    """What a stage holds at one moment, at which it or another stage of its rank computes.
+
+    Attributes:
+        flying: micro-batches in flight.
+        waiting: those that wait for the gradients of their parameters.
+        goes_back: whether the pass is a backward one, which needs no less than a forward pass with as many.
+    """
+
+    flying: int
+    waiting: int = 0
+    goes_back: bool = True
+
+
 Moment: TypeAlias = tuple[int, tuple[Held, ...]]
 """Which chunk of a rank computes, and what each chunk holds meanwhile."""
 
@@ -33,15 +46,34 @@ def most_under_way(
 def moments_of(
     order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
 ) -> tuple[Moment, ...]:
-    """Those of which no other one of the same chunk has as many micro-batches in flight in every chunk."""
+    """Those of which no other one of the same chunk has as many micro-batches in flight in every chunk, and goes back.
+
+    A backward pass has no less for a moment than a forward pass.
+    """
     import numpy as np
 
-    computing, flying = _in_flight(order(rank, ranks, micro_batches, chunks), micro_batches, chunks)
-    found: list[Moment] = []
-    for chunk in range(chunks):
-        own = np.unique(flying[computing == chunk], axis=0)
-        found += [(chunk, tuple((many, 0) for many in row)) for row in own[are_most(own)].tolist()]
-    return tuple(found)
+    passes = order(rank, ranks, micro_batches, chunks)
+    computing, flying = _in_flight(passes, micro_batches, chunks)
+    goes_back = np.array(passes) >= chunks * micro_batches
+    rows = np.column_stack((flying, np.zeros_like(flying), goes_back))
+    return tuple(moment for chunk in range(chunks) for moment in most_of(chunk, rows[computing == chunk]))
+
+
+def most_of(chunk: int, rows: Indices) -> list[Moment]:
+    """Of the moments at which a chunk computes those of which no other one has as much of everything.
+
+    Args:
+        chunk: which.
+        rows: what each chunk has in flight, what waits in each, and whether a micro-batch goes back.
+    """
+    import numpy as np
+
+    own = np.unique(rows, axis=0)
+    *both, goes_back = np.split(own[are_most(own)], [half := own.shape[1] // 2, 2 * half], axis=1)
+    return [
+        (chunk, tuple(Held(flying, waiting, back) for flying, waiting in zip(*held, strict=True)))
+        for *held, (back,) in zip(*(part.tolist() for part in both), goes_back.astype(np.bool_).tolist(), strict=True)
+    ]
 
 
 def _in_flight(order: Order, micro_batches: int, chunks: int) -> tuple[Indices, Indices]:
@@ -85,28 +117,26 @@ def held_by(
 
 
 def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
-    """What a stage holds at once, where another moment has not as many of both.
+    """What a stage holds at once, where another moment has not as many of both and goes back.
 
     While the gradients of inputs are made, a micro-batch is still in flight. Layer by layer it then keeps what it
     waits with in place of what it kept; what it has more of on the way, the ledger counts for a moment. So the passes
-    of weights, which have nothing for a moment, need no more than the one before.
+    of weights need no more than the one before: of a layer they have its temporaries alone, which any pass has.
 
     >>> from planner.plan.orders import zb_h1_order
     >>> most_held(zb_h1_order(1, 3, 8, 1), 8)
-    ((2, 1),)
+    (Held(flying=2, waiting=1, goes_back=True),)
     """
+    import numpy as np
+
     flying = waiting = 0
-    most_waiting: dict[int, int] = {}  # by micro-batches in flight
+    seen: set[Held] = set()
     for number in order:
         if number >= 2 * micro_batches:
             waiting -= 1
             continue
         goes_back = number >= micro_batches
         flying += not goes_back
-        most_waiting[flying] = max(most_waiting.get(flying, 0), waiting)
+        seen.add(Held(flying, waiting, goes_back))
         flying, waiting = flying - goes_back, waiting + goes_back
-    held: list[Held] = []
-    for flying in sorted(most_waiting, reverse=True):
-        if not held or most_waiting[flying] > held[-1][1]:
-            held.append((flying, most_waiting[flying]))
-    return tuple(reversed(held))
+    return tuple(held for _, (held,) in most_of(0, np.array([*seen], dtype=np.int64)))

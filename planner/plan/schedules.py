@@ -192,15 +192,16 @@ class ScheduleRecord:
     def held(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> tuple[Held, ...]:
         """What a stage holds at the moments at which it may need most memory; see `most_in_flight` and `most_held`."""
         if not self.splits_backward:
-            return ((self.most_in_flight(number, micro_batches, ring), 0),)
+            return (Held(self.most_in_flight(number, micro_batches, ring)),)
         # of such an order the number from the end says as much as rank and ranks where there are enough ranks
         return held_by(self.order, ring.ranks - number, ring.ranks, micro_batches)
 
     def moments(self, rank: int, micro_batches: int, ring: Ring) -> tuple[Moment, ...]:
         """What the chunks of a rank hold at the moments at which they may need most memory together.
 
-        >>> SCHEDULES["interleaved"].moments(1, 8, Ring(2, 2))
-        ((0, ((3, 0), (0, 0))), (1, ((2, 0), (1, 0))))
+        >>> moments = SCHEDULES["interleaved"].moments(1, 8, Ring(2, 2))
+        >>> [(chunk, [one.flying for one in held]) for chunk, held in moments if held[0].goes_back]
+        [(0, [3, 0]), (1, [2, 1])]
         """
         if ring.chunks == 1:
             return tuple((0, (held,)) for held in self.held(ring.ranks - rank, micro_batches, ring))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.cost.layer_costs import Indices
-from planner.plan.held import Held, Moment, are_most
+from planner.plan.held import Held, Moment, most_of
 from planner.plan.order_text import LETTERS, order_of_text
 
 _CODES = [np.frombuffer(letters.encode(), dtype=np.uint8) for letters in LETTERS]
@@ -51,37 +51,26 @@ def moments_of_order(order: Indices, count: int, chunks: int) -> tuple[Moment, .
 
     Passes of weights need no more than the one before, as in `planner.plan.held.most_held`.
 
-    >>> moments_of_order(np.array([0, 2, 1, 6, 3, 10, 4, 8, 7, 11, 5, 9]), 2, 2)
-    ((0, ((2, 0), (1, 0))), (1, ((2, 0), (1, 1))))
+    >>> moments = moments_of_order(np.array([0, 2, 1, 6, 3, 10, 4, 8, 7, 11, 5, 9]), 2, 2)
+    >>> [(chunk, [(one.flying, one.waiting) for one in held]) for chunk, held in moments if held[0].goes_back]
+    [(0, [(2, 0), (1, 0)]), (1, [(2, 0), (1, 0)])]
+    >>> [(chunk, [(one.flying, one.waiting) for one in held]) for chunk, held in moments if not held[0].goes_back]
+    [(1, [(2, 0), (1, 1)])]
     """
-    if chunks == 1:
-        return tuple((0, (held,)) for held in held_in(order, count))
     places = order // count
     done = np.cumsum(places[:, None] == np.arange(KINDS * chunks), axis=0).reshape(-1, KINDS, chunks)
     goes_back = (places[:, None] == np.arange(chunks, 2 * chunks)).astype(np.int64)
     flying = done[:, 0] - done[:, 1] + goes_back
     waiting = done[:, 1] - done[:, 2] - goes_back
-    computes, rows = places < 2 * chunks, np.concatenate((flying, waiting), axis=1)
-    found: list[Moment] = []
-    for chunk in range(chunks):
-        own = np.unique(rows[computes & (places % chunks == chunk)], axis=0)
-        for row in own[are_most(own)].tolist():
-            found.append((chunk, tuple(zip(row[:chunks], row[chunks:], strict=True))))
-    return tuple(found)
+    rows = np.column_stack((flying, waiting, goes_back.any(axis=1)))[places < 2 * chunks]
+    computing = places[places < 2 * chunks] % chunks
+    return tuple(moment for chunk in range(chunks) for moment in most_of(chunk, rows[computing == chunk]))
 
 
 def held_in(order: Indices, count: int) -> tuple[Held, ...]:
     """What a stage holds at the moments that may need most, as `planner.plan.held.most_held` has it.
 
     >>> held_in(np.array([0, 3, 1, 4, 6, 2, 5, 7, 8]), 3)
-    ((1, 1),)
+    (Held(flying=1, waiting=1, goes_back=True),)
     """
-    forward, backward, weights = (np.cumsum(order // count == kind) for kind in range(KINDS))
-    goes_back = order // count == 1
-    computes = order < 2 * count  # passes of weights need no more than the one before
-    before = backward - goes_back
-    most_waiting = np.full(count + 1, -1)
-    np.maximum.at(most_waiting, (forward - before)[computes], (before - weights)[computes])
-    of_more = np.append(np.maximum.accumulate(most_waiting[::-1])[::-1][1:], -1)
-    places = np.flatnonzero(most_waiting > of_more)
-    return tuple(zip(places.tolist(), most_waiting[places].tolist(), strict=True))
+    return tuple(held for _, (held,) in moments_of_order(order, count, 1))

@@ -22,7 +22,7 @@ from planner.cost.layer_costs import Floats, Indices
 from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.kernel.any_order import any_order_s, ranks_s
 from planner.kernel.list_scheduler import Room
-from planner.kernel.turns import ways
+from planner.kernel.turns import BACKWARD, ways
 from planner.plan.held import Held
 from planner.plan.schedules import Ring
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
@@ -58,18 +58,18 @@ class RankRoom(NamedTuple):
     @property
     def over(self) -> float:
         """Bytes that one micro-batch needs too many on its way through all chunks; at most 0 if it fits."""
-        return float((self.flying[:, 1].cumsum() - self.free).max())
+        return float((self.flying[:, 1].cumsum() - self.free[BACKWARD]).max())
 
     def most(self) -> tuple[int, ...]:
         """Micro-batches in flight at most in each chunk: they are so in all chunks before it, too."""
-        fits = self.flying.cumsum(axis=0) <= self.free[:, None]
+        fits = self.flying.cumsum(axis=0) <= self.free[BACKWARD][:, None]
         return tuple((fits.sum(axis=1) - 1).tolist())
 
     def holds_all(self) -> bool:
         """Whether the order need not look at memory."""
         each = self.flying + self.waiting[:, ::-1]
         most, computing = each.max(axis=1), each[:, 1:].max(axis=1)
-        return bool((computing + most.sum() - most <= self.free).all())
+        return bool((computing + most.sum() - most <= self.free[BACKWARD]).all())
 
 
 class RankModes(NamedTuple):
@@ -91,7 +91,8 @@ class ChunkBytes(NamedTuple):
 
     Attributes:
         kept: bytes with no micro-batch, whichever chunk of the rank computes.
-        passing: those that are there while this one does, at different moments: with none, with one and with more.
+        passing: those that are there while this one goes forward, and back, shape (2, moments): with none, with one
+            and with more micro-batches.
         flying: what so many micro-batches in flight need more than none, shape (M + 1,).
         waiting: what so many need that wait for the gradients of their parameters, likewise.
     """
@@ -109,12 +110,16 @@ def chunk_bytes(memory: Callable[[Sequence[Held]], StageMoments], count: int) ->
     them in flight, the smaller the next one may be, and the fewer receives are posted ahead.
     """
     many = range(count + 1) if count <= MOST_COUNTED else (0, 1, 2, count - 1, count)
-    asked = [*((one, 0) for one in many), *((0, one) for one in many)]
-    found = memory(asked)
-    passing = np.broadcast_to(found.passing, len(asked))
-    kept = found.totals - passing
-    flying, waiting = (_growth(each, many) for each in np.split(kept, 2))
-    return ChunkBytes(float(kept[0]), passing, flying, waiting)
+    found = memory(
+        [
+            *(Held(flying, 0, goes_back) for goes_back in (False, True) for flying in many),
+            *(Held(0, waiting) for waiting in many),
+        ]
+    )
+    forward, *back = np.split(np.broadcast_to(found.passing, 3 * len(many)), 3)
+    kept = found.totals - np.concatenate((forward, *back))
+    _, flying, waiting = (_growth(each, many) for each in np.split(kept, 3))
+    return ChunkBytes(float(kept[0]), np.stack((forward, back[0])), flying, waiting)
 
 
 def room_of(chunks: Sequence[ChunkBytes], limit: int, *, always: bool = True) -> RankRoom:
@@ -128,11 +133,11 @@ def room_of(chunks: Sequence[ChunkBytes], limit: int, *, always: bool = True) ->
     flying, waiting = np.array([chunk.flying for chunk in chunks]), np.array([chunk.waiting for chunk in chunks])
     kept, passing = sum(chunk.kept for chunk in chunks), np.array([chunk.passing for chunk in chunks])
     # the end of the step may need more than all that passes while few micro-batches are in flight
-    least = flying[:, 1].cumsum() + kept + passing[:, 1]
-    free = limit - kept - passing.min(axis=1)
+    least = flying[:, 1].cumsum() + kept + passing[:, :, 1].T
+    free = limit - kept - passing.min(axis=2).T
     room = RankRoom(np.where(least <= limit, free, limit - least + flying[:, 1].cumsum()), flying, waiting)
     if not always and room.holds_all():
-        return RankRoom(np.full(len(chunks), np.inf), np.zeros_like(flying), np.zeros_like(waiting))
+        return RankRoom(np.full_like(free, np.inf), np.zeros_like(flying), np.zeros_like(waiting))
     return room
 
 
@@ -149,7 +154,7 @@ def room_arrays(rooms: Sequence[RankRoom], ring: Ring) -> Room:
     """What all ranks may hold, as the kernel takes it."""
     own = [(rooms[ring.rank_of(stage)], stage // ring.ranks) for stage in range(ring.stages)]
     return Room(
-        np.array([room.free[chunk] for room, chunk in own]),
+        np.array([room.free[:, chunk] for room, chunk in own]).T.copy(),
         np.array([room.flying[chunk] for room, chunk in own]),
         np.array([room.waiting[chunk] for room, chunk in own]),
     )

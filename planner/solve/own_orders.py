@@ -18,7 +18,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, W, walked_s
-from planner.kernel.turns import ways
+from planner.kernel.turns import BACKWARD, ways
 from planner.plan.held import Held
 from planner.plan.orders import fixed_split_orders
 from planner.plan.schedules import Ring
@@ -95,7 +95,7 @@ def best_orders(
     _, stages, count = seconds.shape
     ring = ring or Ring(stages)
     stages_of = ways(ring).stages
-    if (room.flying[stages_of, 1].cumsum(axis=1) > room.free[stages_of]).any():
+    if (room.flying[stages_of, 1].cumsum(axis=1) > room.free[BACKWARD, stages_of]).any():
         return None
     seconds = np.ascontiguousarray(seconds)
     moves = stages * count <= FEW_TO_MOVE
@@ -213,8 +213,8 @@ def _faster(best: tuple[float, Indices] | None, orders: Indices, seconds: Floats
 
 def _fits(room: Room, stage: int, moments: tuple[Held, ...]) -> bool:
     """Whether a stage can hold so many micro-batches at each of these moments."""
-    flying, waiting, free = room.flying[stage], room.waiting[stage], room.free[stage]
-    return all(flying[many] + waiting[others] <= free for many, others in moments)
+    flying, waiting, free = room.flying[stage], room.waiting[stage], room.free[:, stage]
+    return all(flying[many] + waiting[others] <= free[int(goes_back)] for many, others, goes_back in moments)
 
 
 @lru_cache(maxsize=64)

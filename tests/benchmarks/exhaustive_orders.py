@@ -18,6 +18,7 @@ from planner.cost.stage_memory import stage_moments
 from planner.kernel.compiled import compiled
 from planner.kernel.list_scheduler import Room
 from planner.plan.actions import room_between
+from planner.plan.held import Held
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.stage import Segment
 from planner.solve.balance import StageChoice, end_seconds, stage_seconds
@@ -44,7 +45,7 @@ class Memory(NamedTuple):
     Attributes:
         limit: bytes of each rank's device, shape (ranks,).
         kept: of each stage whatever it does, shape (K, M + 1, M + 1).
-        passing: in addition while it computes, likewise.
+        passing: in addition while a micro-batch goes forward through it, and back, shape (2, K, M + 1, M + 1).
     """
 
     limit: Any
@@ -55,10 +56,10 @@ class Memory(NamedTuple):
 def memory_of(room: Room, ring: Ring) -> Memory:
     """Of each stage what it has beside what is free while it works."""
     free = np.minimum(room.free, 1e18)  # of unlimited ones the difference
-    limit = np.array([max(free[stage] for stage in ring.stages_of(rank)) for rank in range(ring.ranks)])
-    passing = [limit[ring.rank_of(stage)] - free[stage] for stage in range(ring.stages)]
+    limit = np.array([max(free[:, stage].max() for stage in ring.stages_of(rank)) for rank in range(ring.ranks)])
+    passing = np.array([limit[ring.rank_of(stage)] - free[:, stage] for stage in range(ring.stages)]).T
     kept = room.flying[:, :, None] + room.waiting[:, None, :]
-    return Memory(limit, kept, np.zeros_like(kept) + np.array(passing)[:, None, None])
+    return Memory(limit, kept, np.zeros_like(kept) + passing[:, :, None, None])
 
 
 class Ways(NamedTuple):
@@ -112,7 +113,8 @@ def _any_order_below(memory: "_Bytes", ranges: Any, classes: Any, limit_s: float
     limit = np.array([float(problem.classes[group].device.memory_bytes) for group in classes])
     for again in memory.sets(ranges, classes):
         each = [memory.of(stage, ranges[stage], of_stage[stage], flag) for stage, flag in enumerate(again)]
-        room = Memory(limit, *(np.array(part) for part in zip(*each, strict=True)))
+        kept, passing = (np.array(part) for part in zip(*each, strict=True))
+        room = Memory(limit, kept, np.ascontiguousarray(passing.swapaxes(0, 1)))
         stages = tuple(
             StageChoice(first, stop, group, (Segment(first=first, stop=stop),) if flag else ())
             for (first, stop), group, flag in zip(ranges, of_stage, again, strict=True)
@@ -158,7 +160,8 @@ class _Bytes:
         key = stage, layers, group, flag
         if key not in self._known:
             problem, count, device = self.problem, self.candidate.split.count, self.problem.classes[group].device
-            held = [(flying, waiting) for flying in range(count + 1) for waiting in range(count + 1)]
+            many = range(count + 1)
+            held = [Held(*each) for each in itertools.product(many, many, (False, True))]
             found = stage_moments(
                 problem.costs,
                 problem.parameters,
@@ -173,9 +176,9 @@ class _Bytes:
                 ring=self.ring,
                 held=held,
             )
-            passing = np.broadcast_to(found.passing, len(held)).reshape(count + 1, count + 1)
-            totals = np.broadcast_to(found.totals, len(held)).reshape(count + 1, count + 1)
-            self._known[key] = totals - passing, passing.copy()
+            each = (np.broadcast_to(part, len(held)) for part in (found.passing, found.totals))
+            passing, totals = (part.reshape(count + 1, count + 1, 2).transpose(2, 0, 1) for part in each)
+            self._known[key] = totals[1] - passing[1], passing.copy()
         return self._known[key]
 
     def sets(self, ranges: Any, classes: Any) -> Any:
@@ -188,7 +191,7 @@ class _Bytes:
             for again in itertools.product(flags, repeat=len(own)):
                 each = [self.of(stage, ranges[stage], group, flag) for stage, flag in zip(own, again, strict=True)]
                 least = max(
-                    sum(kept[int(other <= chunk), 0] for other, (kept, _) in enumerate(each)) + passing[1, 0]
+                    sum(kept[int(other <= chunk), 0] for other, (kept, _) in enumerate(each)) + passing[1, 1, 0]
                     for chunk, (_, passing) in enumerate(each)
                 )
                 if least <= limit:
@@ -360,7 +363,7 @@ def _held(memory: Memory, own: Any, done: Any, kind: int, stage: int) -> float:
         flying += kind == 0 and each == stage
         held += memory.kept[each, flying, waiting]
         if each == stage:
-            held += memory.passing[each, flying, waiting]
+            held += memory.passing[kind, each, flying, waiting]
     return held
 
 
@@ -410,7 +413,7 @@ def _branches(
     most, passing = 0.0, 0.0
     for each in ways.own[rank]:
         most += memory.kept[each].max()
-        passing = max(passing, memory.passing[each].max())
+        passing = max(passing, memory.passing[1, each].max())
     for other in ways.own[rank]:
         for which in range(3):
             if (which == kind and other == stage) or starts[which, other] < ends[kind, stage]:

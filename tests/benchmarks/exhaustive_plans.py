@@ -21,6 +21,7 @@ import numpy as np
 from planner import Plan
 from planner.cost.stage_memory import stage_memory
 from planner.plan.actions import COMPUTING, Action, ActionKind, Schedule, make_schedule
+from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.stage import Segment, StageMemory
@@ -316,5 +317,5 @@ class _Bytes:
             stop=stop,
             segments=(Segment(first=first, stop=stop),) if again else (),
             ring=self._ring,
-            held=() if many is None else ((many, 0),),
+            held=() if many is None else (Held(many),),
         )

@@ -18,6 +18,7 @@ from planner.from_profile import make_problem, plan_from_profile
 from planner.pictures.memory import plot_memory
 from planner.pictures.timeline import plot_timeline
 from planner.plan.actions import ActionKind
+from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import Ring
 from planner.plan.simulator import simulate_plan
@@ -215,7 +216,7 @@ def bytes_with(problem, candidate, plan, stage, many):
         stop=plan.stages[stage].stop_layer,
         segments=plan.stages[stage].recompute,
         ring=candidate.ring,
-        held=((many, 0),),
+        held=(Held(many),),
     )
 
 

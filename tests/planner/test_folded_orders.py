@@ -8,7 +8,7 @@ import pytest
 from planner.kernel.any_order import any_order_s
 from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
 from planner.kernel.makespan import SEND_B, SEND_F, R, walked_s
-from planner.kernel.turns import ways
+from planner.kernel.turns import BACKWARD, ways
 from planner.plan.actions import make_schedule, room_between
 from planner.plan.order_text import order_of_text, order_text
 from planner.plan.orders import PassKind, one_by_one_order, pass_of
@@ -41,7 +41,8 @@ def room_of(chance: random.Random, ring: Ring, count: int) -> Room:
     for rank in range(ring.ranks):
         own = [*ring.stages_of(rank)]
         free[own] = flying[own].cumsum() + [chance.choice([0, 3, 30, 100]) + chance.randint(0, 9) for _ in own]
-    return room_for(free, flying, waiting, count)
+    forward = free + [chance.choice([0, 0, 5, 50]) for _ in free]
+    return room_for(np.stack((forward, free)), flying, waiting, count)
 
 
 def most_of(room: Room, ring: Ring) -> np.ndarray:
@@ -49,7 +50,7 @@ def most_of(room: Room, ring: Ring) -> np.ndarray:
     most = np.zeros(ring.stages, dtype=np.int64)
     for rank in range(ring.ranks):
         own = [*ring.stages_of(rank)]
-        most[own] = (room.flying[own].cumsum(axis=0) <= room.free[own][:, None]).sum(axis=1) - 1
+        most[own] = (room.flying[own].cumsum(axis=0) <= room.free[BACKWARD, own][:, None]).sum(axis=1) - 1
     return most
 
 
@@ -91,8 +92,8 @@ def check(orders: np.ndarray, room: Room, ring: Ring, count: int) -> None:
         own = ring.stages_of(rank)
         for chunk, held in moments_of_order(orders[rank], count, CHUNKS):
             each = zip(own, held, strict=True)
-            needed = sum(room.flying[stage, many] + room.waiting[stage, others] for stage, (many, others) in each)
-            assert needed <= room.free[own[chunk]]
+            needed = sum(room.flying[stage, one.flying] + room.waiting[stage, one.waiting] for stage, one in each)
+            assert needed <= room.free[int(held[0].goes_back), own[chunk]]
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -17,6 +17,7 @@ from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
 from planner.kernel.tables import segment_costs, stage_needs
 from planner.keywords import SettingKeywords
 from planner.plan.actions import ActionKind
+from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.schedules import Ring, split_schedules
 from planner.plan.stage import Segment, StageMemory
@@ -257,8 +258,10 @@ def test_of_split_backward_passes_all_count_the_same_bytes(profiles, device, dat
         assert max(memory.total for memory in counted) == said.total
         if isinstance(plans, OwnOrderPlans):
             room = plans.limited_room(index, 0, stops, (choice.recompute[index],))
-            needs = max(room.flying[0, many] + room.waiting[0, others] for many, others in moments)
-            counted_by_search = device("a").memory_bytes - room.free[0] + needs
+            counted_by_search = device("a").memory_bytes + max(
+                room.flying[0, many] + room.waiting[0, others] - room.free[int(goes_back), 0]
+                for many, others, goes_back in moments
+            )
             assert counted_by_search >= said.total or not candidate.split.equal
             if candidate.split.equal and not said.receive_buffers:  # fewer messages are posted where more is in flight
                 assert counted_by_search == said.total
@@ -324,22 +327,25 @@ def test_of_two_chunks_in_a_v_all_count_the_same_bytes(profiles, device, data):
         assert together(chunks, [computing for computing, _ in moments]).largest.total == said.total <= limit
         room = plans.limited_room(rank, 0, stops, flags)
         counted = [
-            limit - room.free[computing] + sum(room.flying[c, one] + room.waiting[c, two] for c, (one, two) in each)
+            limit
+            - room.free[int(held[computing].goes_back), computing]
+            + sum(room.flying[c, one.flying] + room.waiting[c, one.waiting] for c, one in enumerate(held))
             for computing, held in moments
-            for each in [[*enumerate(held)]]
         ]
         assert max(counted) == said.total
 
 
 def chunks_held_in(plan, rank, own):
     """Which chunk computes, and what each has in flight and waiting, whenever a pass other than one of weights is."""
-    held = {stage: [0, 0] for stage in own}
+    held = {stage: [0, 0] for stage in own}  # in flight and waiting
     seen = set()
     for action in plan.actions()[rank]:
         of_stage = held[action.stage]
         of_stage[0] += action.kind is ActionKind.F
         if action.kind in {ActionKind.F, ActionKind.I}:
-            seen.add((own.index(action.stage), tuple(tuple(held[stage]) for stage in own)))
+            goes_back = action.kind is ActionKind.I
+            each = tuple(Held(flying, waiting, goes_back) for flying, waiting in held.values())
+            seen.add((own.index(action.stage), each))
         of_stage[0] -= action.kind is ActionKind.I
         of_stage[1] += (action.kind is ActionKind.I) - (action.kind is ActionKind.W)
     assert not any(map(any, held.values()))
@@ -353,7 +359,7 @@ def held_in(plan, stage):
     for action in plan.actions()[stage]:
         flying += action.kind is ActionKind.F
         if action.kind in {ActionKind.F, ActionKind.I}:
-            seen.add((flying, waiting))
+            seen.add(Held(flying, waiting, action.kind is ActionKind.I))
         flying -= action.kind is ActionKind.I
         waiting += (action.kind is ActionKind.I) - (action.kind is ActionKind.W)
     assert flying == waiting == 0

@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from operator import le
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from planner.from_profile import make_problem
 from planner.kernel.any_order import any_order_s
 from planner.kernel.list_scheduler import NOTHING, listed
 from planner.kernel.makespan import walked_s
-from planner.kernel.turns import ways
-from planner.plan.held import most_held
+from planner.kernel.turns import BACKWARD, ways
+from planner.plan.held import Held, most_held
 from planner.plan.order_text import order_of_text, order_text
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.solve.build_plan import make_plan
@@ -190,12 +191,13 @@ def rooms(chance, stages, count):
     """Room for one micro-batch at least, and for some more."""
     flying, waiting = (np.array([float(chance.randint(0, 9)) for _ in range(stages)]) for _ in range(2))
     free = flying + np.array([float(chance.randint(0, 30)) for _ in range(stages)])
-    return room_for(free, flying, waiting, count)
+    forward = free + [chance.choice([0, 0, 5, 50]) for _ in free]
+    return room_for(np.stack((forward, free)), flying, waiting, count)
 
 
 def most_of(room):
     """Micro-batches in flight at most while none waits, of ranks with one stage."""
-    return (room.flying <= room.free[:, None]).sum(axis=1) - 1
+    return (room.flying <= room.free[BACKWARD, :, None]).sum(axis=1) - 1
 
 
 def seconds_of(chance, stages, count, *, recompute=True):
@@ -224,8 +226,8 @@ def test_orders_that_are_made_finish_fit_and_are_not_below_the_bound(seed):
         for stage, order in enumerate(made.tolist()):
             text = order_text(tuple(order), count)
             assert order_of_text(text, count) == tuple(order)
-            for flying, waiting in most_held(tuple(order), count):
-                assert room.flying[stage, flying] + room.waiting[stage, waiting] <= room.free[stage]
+            for flying, waiting, goes_back in most_held(tuple(order), count):
+                assert room.flying[stage, flying] + room.waiting[stage, waiting] <= room.free[int(goes_back), stage]
     most = most_of(room)
     assert (
         any_order_s(seconds, most, ways(Ring(stages)))
@@ -240,7 +242,7 @@ def moments_of_order(order, count):
     for number in order:
         done.append([many + (kind == number // count) for kind, many in enumerate(done[-1])])
     return {
-        (before[0] + (number < count) - before[1], before[1] - before[2])
+        Held(before[0] + (number < count) - before[1], before[1] - before[2], number >= count)
         for number, before in zip(order, done[:-1], strict=True)
         if number < 2 * count
     }
@@ -257,7 +259,7 @@ def test_what_an_order_holds_is_what_no_other_moment_has_as_much_of(seed):
             order.append(kind * count + done[kind])
             done[kind] += 1
     moments = moments_of_order(order, count)
-    most = {one for one in moments if not any(one != two and one[0] <= two[0] and one[1] <= two[1] for two in moments)}
+    most = {one for one in moments if not any(one != two and all(map(le, one, two)) for two in moments)}
     assert most_held(tuple(order), count) == held_in(np.array(order), count) == tuple(sorted(most))
     texts = texts_of(np.array([order]), count)
     assert texts == (order_text(tuple(order), count),)
@@ -361,8 +363,8 @@ def test_other_numbers_of_micro_batches_take_the_same_order_as_far_as_it_goes(co
         order = order_of_text(text, count)
         assert sorted(order) == [*range(3 * count)]
         said = most_held(order_of_text(text, 12), 12)
-        for flying, waiting in most_held(order, count):
-            assert any(flying <= many and waiting <= others for many, others in said)
+        for held in most_held(order, count):
+            assert any(all(map(le, held, one)) for one in said)
     for actions in plan.actions(count):
         assert {action.micro_batch for action in actions} == set(range(count))
 

@@ -9,7 +9,7 @@ import pytest
 from planner.cost.layer_costs import CostModel
 from planner.cost.parameter_ranges import ParameterRanges
 from planner.cost.stage_memory import stage_memory
-from planner.plan.held import Moment
+from planner.plan.held import Held, Moment
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.order_text import order_of_text
 from planner.plan.orders import Order, PassKind, pass_of
@@ -40,7 +40,7 @@ def memory_of(device, ring: Ring, stage: int, flying: int) -> StageMemory:
         stop=stage + 1,
         segments=(),
         ring=ring,
-        held=((flying, 0),),
+        held=(Held(flying),),
     )
 
 
@@ -93,18 +93,18 @@ def test_what_a_walk_finds_at_a_turn_is_what_is_in_flight_before_it(seed):
 def moments_in(order: Order, micro_batches: int, chunks: int) -> set[Moment]:
     """By looking at each pass: those of which no other one of the same chunk has as much of everything."""
     flying, waiting = [0] * chunks, [0] * chunks
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+    seen: set[tuple[int, tuple[int, ...]]] = set()  # the chunk, and what is in flight, what waits, whether it goes back
     for number in order:
         kind, chunk, _ = pass_of(number, micro_batches, chunks)
         if kind is PassKind.WEIGHTS:
             waiting[chunk] -= 1
             continue
         flying[chunk] += kind is PassKind.FORWARD
-        seen.add((chunk, (*flying, *waiting)))
+        seen.add((chunk, (*flying, *waiting, kind is PassKind.BACKWARD)))
         if kind is PassKind.BACKWARD:
             flying[chunk], waiting[chunk] = flying[chunk] - 1, waiting[chunk] + 1
     return {
-        (chunk, tuple(zip(held[:chunks], held[chunks:], strict=True)))
+        (chunk, tuple(Held(held[own], held[chunks + own], held[-1] == 1) for own in range(chunks)))
         for chunk, held in seen
         if not any(chunk == one and held != other and all(map(le, held, other)) for one, other in seen)
     }

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from planner.cost.ledger import ROWS, Counts, Form, Of, RangeRow, Row, rows_of
-from planner.cost.stage_memory import stage_memory, together
+from planner.cost.stage_memory import stage_memory, stage_moments, together
 from planner.from_profile import make_problem
 from planner.kernel.least_overflow import least_bad
 from planner.kernel.segments import INSIDE, KEPT, START, pattern_costs
@@ -427,3 +427,56 @@ def test_a_micro_batch_that_goes_back_layer_by_layer_never_needs_more(device, ro
     ]
     counted = said.transient + (0 if again else sum(kept[first:stop]))
     assert max(walked) <= counted <= max(walked) + max(moments[first:stop])
+
+
+@given(
+    rows=st.lists(st.tuples(*[st.integers(0, 20)] * 4), min_size=1, max_size=6),
+    moments=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.booleans()), min_size=1, max_size=4),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_going_forward_a_recomputed_micro_batch_has_one_layer_at_a_time(device, rows, moments, data):
+    """Kept, temporary, sent on, and waiting bytes of each layer: in layer i it has what came into it, what that layer
+    has by itself, and nothing of the others. A stage that keeps all of it has no less going forward than going back.
+
+    All that its recompute has used to count in forward passes, too, 6 to 19 % of what a GPT's ranks held in a V.
+    """
+    layers = len(rows)
+    stop = data.draw(st.integers(1, layers))
+    first = data.draw(st.integers(0, stop - 1))
+    profile = build_profile({("a", 1): [(1.0, 1.0, 2.0, kept, moment, sent, sent) for kept, moment, sent, _ in rows]})
+    waits = [
+        cost.model_copy(update={"weight_s": 1.0, "weight_kept_bytes": rows[cost.layer][3]}) for cost in profile.costs
+    ]
+    profile = profile.model_copy(update={"costs": tuple(waits)})
+    problem = make_problem(
+        profile,
+        [device("a")],
+        batch_size=3,
+        optimizer=None,
+        settings={"schedule": "zb", "micro_batches_per_stage": 1},
+    )
+
+    def passing(segments, moments):
+        return stage_moments(
+            problem.costs,
+            problem.parameters,
+            problem.devices[0],
+            "zb",
+            MicroBatches(3, 3),
+            problem.costs.optimizer("a", problem.optimizer),
+            number=1,
+            first=first,
+            stop=stop,
+            segments=segments,
+            held=[Held(*moment) for moment in moments],
+        ).classes["transient"]
+
+    kept, temporary, sent, _ = zip(*rows, strict=True)
+    goes_back = [back for *_, back in moments]
+    back = passing([Segment(first=first, stop=stop)], [(*held, True) for *held, _ in moments]).max()
+    walked = max(kept[i] + temporary[i] + (sent[i - 1] if i > first else 0) for i in range(first, stop))
+    found = np.broadcast_to(passing([Segment(first=first, stop=stop)], moments), len(moments))
+    assert found.tolist() == [back if goes else min(back, walked) for goes in goes_back]
+    all_kept = passing([], moments)
+    assert len({*all_kept.tolist()}) == 1

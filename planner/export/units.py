@@ -42,18 +42,28 @@ def _listed(model: nn.Module) -> Iterator[str]:
 
 
 def block_paths(model: nn.Module) -> tuple[str, ...]:
-    """What the model's outermost lists hold, wherever they are, and the modules next to them: `"model.layers.0"`."""
+    """What the model's outermost lists hold, wherever they are, and the modules next to them: `"model.layers.0"`.
+
+    An `nn.ModuleDict` that holds an `nn.ModuleList` is a module like any other: `"transformer.h.0"` beside
+    `"transformer.wte"`.
+    """
     return tuple(_blocks(model, "", is_list=False))
 
 
 def _blocks(module: nn.Module, prefix: str, *, is_list: bool) -> Iterator[str]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        inner_list = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        inner_list = _is_list(child)
         if not is_list and any(True for _ in child.children()) and (inner_list or _holds_list(child)):
             yield from _blocks(child, f"{path}.", is_list=inner_list)
         else:
             yield path
+
+
+def _is_list(module: nn.Module) -> bool:
+    if isinstance(module, nn.ModuleDict):
+        return not any(isinstance(inner, nn.ModuleList) for inner in module.children())
+    return isinstance(module, nn.ModuleList | nn.Sequential)
 
 
 def _named_blocks(module: nn.Module) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, W, walked_s
-from planner.kernel.turns import BACKWARD, ways
+from planner.kernel.turns import BACKWARD, FORWARD, ways
 from planner.plan.held import Held
 from planner.plan.orders import fixed_split_orders
 from planner.plan.schedules import Ring
@@ -133,17 +133,18 @@ def _by_settings(
     """The best of these orders and those that settings make; and all of these, where passes of them are moved."""
     _, stages, count = seconds.shape
     few, moves = stages * count * 3 <= FEW_PASSES, stages * count <= FEW_TO_MOVE
-    settings = [*product(_leads(ring, seconds, few=few), PATIENCE if few else PATIENCE[::2])]
+    leads = _leads(ring, seconds, few=few)
+    settings = [*product(_rooms(room), leads, PATIENCE if few else PATIENCE[::2])]
     starts: list[tuple[float, Indices]] = []
     won = None
     for number in range(len(settings)) if tried is None else tried.first(len(settings)):
         if best is not None and (best[0] <= ends.least_s * (1 + TIE) or ends.deadline.over):
             break
-        (lead, most), patience = settings[number]
+        within, (lead, most), patience = settings[number]
         limit_s = ends.below_s
         if best is not None and not (moves and ring.chunks > 1):
             limit_s = min(limit_s, best[0] * (1 + LATER))
-        orders = listed(seconds, room, ways(ring), lead, most, patience, limit_s)
+        orders = listed(seconds, within, ways(ring), lead, most, patience, limit_s)
         if (orders[:, -1] != NOTHING).all():
             starts += [(walked_s(orders, seconds, ring), orders)] if moves else []
             had, best = best, _faster(best, orders, seconds, ring)
@@ -151,6 +152,13 @@ def _by_settings(
     if tried is not None and won is not None:
         tried.wins[won] += 1
     return best, starts
+
+
+def _rooms(room: Room) -> list[Room]:
+    """The room; and, as to run ahead may be slower, that in which forward passes have no more than backward passes."""
+    if (room.free[FORWARD] == room.free[BACKWARD]).all():
+        return [room]
+    return [room, room._replace(free=np.stack((room.free[BACKWARD], room.free[BACKWARD])))]
 
 
 def _slower(starts: list[tuple[float, Indices]], best_s: float) -> list[tuple[float, Indices]]:

@@ -163,7 +163,8 @@ class _Separated(torch.autograd.Function):
                     args[place] = value.detach().requires_grad_()
                     wanted.append(args[place])
                 else:
-                    args[place] = _Source.apply(anchor, value)  # type: ignore[no-untyped-call]
+                    # detached: its graph would hold what enters the stage, and the gradients of that, until W
+                    args[place] = _Source.apply(anchor, value.detach())  # type: ignore[no-untyped-call]
                     wanted.append(get_gradient_edge(args[place]))
             with _noting(call.store):
                 output = call.operation(*args, **call.kwargs)

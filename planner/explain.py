@@ -304,43 +304,43 @@ def memory_over_time(plan: Plan) -> pandas.DataFrame:
         samples = np.cumsum([[change.samples, change.waiting] for change in changes], axis=0)
         computing = 0
         rows.append((index, 0.0, float(always)))
-        each, other = _bytes_of_a_sample(samples, in_flight, deferred)
+        anyway, each, other = _bytes_of_samples(samples, in_flight, deferred)
         for change, (now, waiting) in zip(changes, samples.tolist(), strict=True):
             computing += change.busier
-            held = min(in_flight + deferred, each * now + other * waiting)
+            held = min(in_flight + deferred, anyway + each * now + other * waiting)
             rows.append((index, change.time_s, always + held + (transient if computing else 0)))
     frame = pandas.DataFrame(rows, columns=["stage", "time_s", "bytes"])
     return frame.drop_duplicates(["stage", "time_s"], keep="last", ignore_index=True)
 
 
-def _bytes_of_a_sample(samples: Indices, in_flight: int, deferred: int) -> tuple[float, float]:
-    """Of one under way and of one that waits, if these bytes, the most of a stage, are of one of these moments.
+def _bytes_of_samples(samples: Indices, in_flight: int, deferred: int) -> tuple[float, float, float]:
+    """Of none, of one under way and of one that waits, if these bytes, a stage's most, are of one of these moments.
 
     Were they of another moment, bytes of a sample would follow of which that one had fewer than some other. At a moment
-    at which none waits, or none is under way, one has as many bytes as no moment has more with.
+    at which none waits, or none is under way, one has as many bytes as no moment has more with. Bytes in flight at a
+    moment at which no sample is are there in any case.
     """
     most = in_flight + deferred
     moments = sorted({(now, waiting) for now, waiting in samples.tolist() if now or waiting})
 
-    def rates(moment: tuple[int, int]) -> tuple[float, float]:
+    def rates(moment: tuple[int, int]) -> tuple[float, float, float]:
         now, waiting = moment
+        anyway = 0.0 if now else float(in_flight)
         each, other = in_flight / max(now, 1), deferred / max(waiting, 1)
         if not waiting:
             other = min((max(0.0, most - each * n) / w for n, w in moments if w), default=0.0)
         if not now:
-            each = min((max(0.0, most - other * w) / n for n, w in moments if n), default=0.0)
-        return each, other
+            each = min((max(0.0, deferred - other * w) / n for n, w in moments if n), default=0.0)
+        return anyway, each, other
 
     def exceeded(moment: tuple[int, int]) -> float:
-        each, other = rates(moment)
-        return float(max(each * now + other * waiting for now, waiting in moments))
+        anyway, each, other = rates(moment)
+        return float(max(anyway + each * now + other * waiting for now, waiting in moments))
 
-    possible = [
-        (now, waiting) for now, waiting in moments if (now or not in_flight) and bool(waiting) == bool(deferred)
-    ]
+    possible = [(now, waiting) for now, waiting in moments if bool(waiting) == bool(deferred)]
     if not possible:  # a file may say so of a schedule in which nothing waits
-        return in_flight / int(samples[:, 0].max()), 0.0
-    return rates(min(possible, key=exceeded))
+        return 0.0, in_flight / int(samples[:, 0].max()), 0.0
+    return rates(min(possible, key=lambda moment: (max(most, int(exceeded(moment))), not moment[0])))
 
 
 class _Change(NamedTuple):

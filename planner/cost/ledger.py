@@ -80,6 +80,18 @@ class Counts(Enum):
     """For a moment: the largest one, of the layers or segments that it is of, counts in addition to all else."""
 
 
+class When(Enum):
+    """When a row of what layers hold together counts."""
+
+    ALWAYS = auto()
+    """All along."""
+    AT_END = auto()
+    """After the last backward pass alone, when nothing is there that follows from micro-batches: the larger of both
+    counts, see `planner.cost.stage_memory`."""
+    WEIGHTS = auto()
+    """In passes of weights alone, for a moment."""
+
+
 class Form(Flag):
     """What a stage does about recompute."""
 
@@ -203,14 +215,13 @@ class RangeRow:
         name: of the term, for people.
         memory_class: field of `planner.plan.stage.StageMemory` that it belongs to.
         figure: bytes of a range, or at [i, j] of all ranges; no less for a range that contains another.
-        at_end: whether it is there after the last backward pass alone, when nothing is that follows from micro-batches:
-            the larger of both counts, see `planner.cost.stage_memory`.
+        when: it counts.
     """
 
     name: str
     memory_class: str
     figure: Callable[[RangeFigures], Floats]
-    at_end: bool = False
+    when: When = When.ALWAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +302,13 @@ ROWS: tuple[RangeRow | Row, ...] = (
         "gradients cast for the optimizer",
         "gradients",
         lambda at: np.maximum(at.parameters.stepped_gradients[at.stage] - at.parameters.gradients[at.stage], 0.0),
-        at_end=True,
+        when=When.AT_END,
+    ),
+    RangeRow(
+        "gradient of a parameter, before it is added",
+        "transient",
+        lambda at: at.parameters.largest_gradient[at.stage],
+        when=When.WEIGHTS,
     ),
     Row(
         "inputs of the model",
@@ -384,9 +401,9 @@ ROWS: tuple[RangeRow | Row, ...] = (
 )
 
 
-def range_rows(*, at_end: bool = False) -> Iterator[RangeRow]:
-    """The rows of what layers hold together, always or at the end of the step alone."""
-    return (row for row in ROWS if isinstance(row, RangeRow) and row.at_end == at_end)
+def range_rows(when: When = When.ALWAYS) -> Iterator[RangeRow]:
+    """The rows of what layers hold together that count then."""
+    return (row for row in ROWS if isinstance(row, RangeRow) and row.when is when)
 
 
 def whole_rows() -> Iterator[Row]:
@@ -420,7 +437,7 @@ class Ledger:
         message: what crosses after each layer.
         in_flight: how many micro-batches of the larger and of the smaller size are, a row for each number or moment.
         waiting: how many wait for the gradients of their parameters, likewise.
-        goes_back: of each moment, whether a micro-batch goes back; empty where the basis has none.
+        kinds: of the pass of each moment; empty where the basis has none.
         large: what rows read for a large micro-batch.
         small: and for a small one.
     """
@@ -437,8 +454,8 @@ class Ledger:
         large, small = sized or [basis.costs.layers(basis.device_kind, size) for size in sizes]
         message = self.message = Message.after_layers(large, small, basis.ahead_bytes, basis.carrier, basis.ring)
         self._numbers = numbers
-        self._splits = SCHEDULES[basis.schedule].splits_backward
-        self.goes_back = np.array([held.goes_back for held in basis.held], dtype=np.bool_)
+        self.splits = SCHEDULES[basis.schedule].splits_backward
+        self.kinds = np.array([held.kind for held in basis.held], dtype=np.intp)
         flying = None
         if basis.held:
             held = np.array([(held.flying, held.waiting) for held in basis.held])
@@ -495,7 +512,12 @@ class Ledger:
 
     def begun(self) -> Floats:
         """Bytes of each layer that a micro-batch begins to keep when it has come back through it, shape (L,)."""
-        return self._on_the_way(Counts.DEFERRING) * self._splits
+        return self._on_the_way(Counts.DEFERRING) * self.splits
+
+    def one_gradient(self, first: int, stop: int) -> float:
+        """Bytes that a pass of weights of layers [first, stop) has for a moment."""
+        figures = self.large.basis.of_ranges((first, stop))
+        return float(sum(row.figure(figures) for row in range_rows(When.WEIGHTS)))
 
     def going_on(self) -> Floats:
         """Bytes of each layer that a micro-batch has in it alone if nothing is kept, but what comes in; shape (L,)."""

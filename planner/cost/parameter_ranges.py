@@ -24,6 +24,7 @@ class ParameterRanges:
             be read; 0 where none is.
         gradients: of trainable parameters, in the type that adds them up; one that several layers of the model read
             has one accumulator for each of these layers, so that gradients do not depend on the cuts.
+        largest_gradient: of one parameter, as a backward pass makes it.
         buffers: of the layers' buffers.
         added_up: for an optimizer and a number of shares, what all rows of `planner.cost.ledger` say of the ranges,
             once that was asked.
@@ -49,6 +50,8 @@ class ParameterRanges:
         if cast_sizes:
             self.stepped_gradients += self.trainable + _largest(layers, readers, cast_sizes)
         self.gradients = range_sums(_read_bytes(layers, readers, added_sizes))
+        made = {parameter.name: max(sizes[parameter.name], added_sizes[parameter.name]) for parameter in trained}
+        self.largest_gradient = _largest(layers, readers, made)
         self.buffers = range_sums(np.array([layer.buffers_bytes for layer in profile.layers], dtype=np.float64))
         self.added_up: dict[tuple[OptimizerCost, int], Floats] = {}
         self._readers, self._main_sizes = readers, main_sizes

@@ -9,11 +9,12 @@ from typing import NotRequired, TypedDict, Unpack
 import numpy as np
 
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays
-from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, Row, range_rows, rows_of
+from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, Row, When, range_rows, rows_of
 from planner.cost.messages import Carrier, Message, carrier_of
 from planner.cost.parameter_ranges import ParameterRanges
 from planner.plan.held import Held
 from planner.plan.micro_batches import MicroBatches
+from planner.plan.orders import PassKind
 from planner.plan.schedules import ONE_CHUNK, SCHEDULES, Ring, ScheduleName
 from planner.plan.stage import Segment, StageMemory
 from profiler.device import Device
@@ -184,7 +185,7 @@ def stage_moments(
         counted = stage.bytes_of(row)
         found[row.memory_class] = found[row.memory_class] + counted
         passing = passing + counted if row.of is not Of.STAGE else passing
-    for end_row in range_rows(at_end=True):
+    for end_row in range_rows(When.AT_END):
         end_bytes = float(end_row.figure(figures))
         if ring.chunks > 1:  # all chunks of a rank end together, and of their moments the largest counts
             found["gradients"] = found["gradients"] + end_bytes
@@ -254,14 +255,16 @@ class _Stage:
 
     def peaks(self) -> Floats:
         """The transient rows together, at each moment: the most in addition to all else."""
-        peak = self._peak()
-        if self.form is not Form.AS_ONE or self.ledger.goes_back.all():
-            return np.array([peak])
-        going_on = self.ledger.going_on()[self.first : self.stop]
-        going_on[1:] += np.maximum(*self.ledger.message.outputs)[self.first : self.stop - 1]
-        return np.where(self.ledger.goes_back, peak, min(peak, float(going_on.max())))
+        begun, kinds = self._begun(), self.ledger.kinds
+        weights = self.ledger.one_gradient(self.first, self.stop) if begun[self.first] else 0.0
+        forward = back = self._going_back(begun)
+        if self.form is Form.AS_ONE:
+            going_on = self.ledger.going_on()[self.first : self.stop]
+            going_on[1:] += np.maximum(*self.ledger.message.outputs)[self.first : self.stop - 1]
+            forward = min(back, float(going_on.max()))
+        return np.array([forward, back, weights])[kinds if len(kinds) else [PassKind.BACKWARD]]
 
-    def _peak(self) -> float:
+    def _going_back(self, begun: Floats) -> float:
         """The same of a backward pass, which has no less than a forward pass."""
         none = np.zeros(self.ledger.layers)
 
@@ -271,7 +274,6 @@ class _Stage:
 
         whole, layers, values = moments(Of.WHOLE)[0], moments(Of.LAYERS), moments(Of.SEGMENT)
         peak = float(whole + layers[self.first : self.stop].max())
-        begun = self._begun()
         if self.form is not Form.IN_PARTS:
             return max(peak, self._on_the_way(begun) + float(layers[self.first : self.stop].max()))
         for segment in self.segments:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
-from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, range_rows, rows_of, whole_rows
+from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, When, range_rows, rows_of, whole_rows
 
 KEPT_PLACE, AS_ONE_PLACE = 0, 1
 """Places of `StageSums.moments_whole`."""
@@ -158,7 +158,7 @@ def end_bytes(basis: Basis) -> Floats:
     """Bytes of layers [i, j) at the end of the step alone, at [i, j]."""
     figures = basis.of_ranges(...)
     none = np.zeros_like(basis.parameters.unique)
-    return sum((row.figure(figures) for row in range_rows(at_end=True)), start=none)
+    return sum((row.figure(figures) for row in range_rows(When.AT_END)), start=none)
 
 
 def after_layers(layer_bytes: Floats) -> Floats:

@@ -12,11 +12,11 @@ Of several chunks that are ready alike the later one goes first: its micro-batch
 is in flight in each chunk that it went forward through and not yet back.
 
 A forward pass is taken only if the rank can hold one micro-batch more in addition to the waiting ones, and then one
-also in each later chunk that has none; and if it could hold them on the way back when no other one waits: the earliest
+also in each later chunk that has none; and if these could go back, and wait, where no other one waits: the earliest
 micro-batch always comes to the end. A backward pass is, if the rank can hold those that are in flight and wait; where
-it cannot, weights are made first, and those go back that are in a later chunk. Both are only if there is room for what
-they send (`planner.plan.actions.room_between`). Passes of weights need nothing and free what waited, so that no rank is
-ever stuck.
+it cannot, weights are made first, and those go back that are in a later chunk. Both are only if those that wait then
+can still have their passes of weights, which free what waited, so that no rank is ever stuck; and if there is room for
+what they send (`planner.plan.actions.room_between`).
 How far ahead a rank goes, and how soon is soon, are the settings that `planner.solve.own_orders` tries.
 Recompute and messages are as in `planner.kernel.makespan`.
 """
@@ -30,7 +30,7 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.kernel.compiled import compiled, inlined
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, walked
-from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, Ways
+from planner.kernel.turns import BACKWARD, FORWARD, NO_LINK, WEIGHTS, Ways
 
 NOT_YET = -1.0
 """When a message comes that nobody has begun to make."""
@@ -43,8 +43,8 @@ class Room(NamedTuple):
     """What ranks may hold, in bytes.
 
     Attributes:
-        free: left on a rank in addition to what there is in any case while a micro-batch goes forward through one of
-            its stages, and back, shape (2, K); no more on the way back.
+        free: left on a rank in addition to what there is in any case while one of its stages goes forward, or back, or
+            makes weights, by `PassKind`, shape (3, K); no more for backward than for forward passes.
         flying: of so many micro-batches in flight in each stage, shape (K, M + 1), beginning with none.
         waiting: of so many that wait there for the gradients of their parameters, likewise.
     """
@@ -72,6 +72,17 @@ class _Walk(NamedTuple):
     input_s: Floats
     gradient_s: Floats
     done: Indices
+
+
+@compiled
+def lacking_bytes(room: Room, own: Indices) -> float:
+    """Bytes that one micro-batch needs too many on its way through all chunks of a rank; at most 0 if it fits."""
+    flying, most = 0.0, -np.inf
+    for stage in own:
+        most = max(most, flying + room.waiting[stage, 1] - room.free[WEIGHTS, stage])
+        flying += room.flying[stage, 1]
+        most = max(most, flying - room.free[BACKWARD, stage])
+    return most
 
 
 @compiled
@@ -103,7 +114,7 @@ def listed(
     ranks, chunks = ways.stages.shape
     orders = np.full((ranks, 3 * chunks * count), NOTHING)
     for rank in range(ranks):
-        if (room.flying[ways.stages[rank], 1].cumsum() > room.free[BACKWARD][ways.stages[rank]]).any():
+        if lacking_bytes(room, ways.stages[rank]) > 0:
             return orders
     there = stages, count
     walk = _Walk(
@@ -216,7 +227,8 @@ def _ready(
             there_s = walk.input_s[stage, forward]
             if there_s != NOT_YET and max(0.0, there_s - now_s) < forward_wait_s:
                 forward_wait_s, goes = max(0.0, there_s - now_s), chunk
-        if backward < forward and flying + waiting <= room.free[BACKWARD, stage] and _has_way(walk, ways, 1, stage):
+        fits = backward < forward and _goes_back(walk, room, own, flying, waiting, chunk)
+        if fits and _has_way(walk, ways, 1, stage):
             there_s = walk.gradient_s[stage, backward]
             again_s = 0.0 if before == chunk * count + backward else seconds[R, stage, backward]
             if there_s != NOT_YET and max(0.0, there_s - now_s - again_s) < backward_wait_s:
@@ -233,10 +245,38 @@ def _holds(walk: _Walk, room: Room, own: Indices, flying: float, waiting: float,
         stage = own[later]
         many = walk.done[0, stage] - walk.done[1, stage]
         if later == chunk or many == 0:
-            flying += room.flying[stage, many + 1] - room.flying[stage, many]
-        if flying + waiting > room.free[FORWARD, stage] or flying > room.free[BACKWARD, stage]:
+            many += 1
+            flying += room.flying[stage, many] - room.flying[stage, many - 1]
+        back = flying - room.flying[stage, many] + room.flying[stage, many - 1] + room.waiting[stage, 1]
+        if flying > room.free[BACKWARD, stage] or back > room.free[WEIGHTS, stage]:
+            return False
+        if flying + waiting > room.free[FORWARD, stage]:
+            return False
+        if later == chunk and not _may_follow(walk, room, own, flying + waiting):
             return False
     return True
+
+
+@inlined
+def _goes_back(walk: _Walk, room: Room, own: Indices, flying: float, waiting: float, chunk: int) -> bool:
+    """Whether a rank can hold what it has while a micro-batch goes back through a chunk, and then waits there."""
+    stage, held = own[chunk], flying + waiting
+    if held > room.free[BACKWARD, stage]:
+        return False
+    many, others = walk.done[0, stage] - walk.done[1, stage], walk.done[1, stage] - walk.done[2, stage]
+    held += room.flying[stage, many - 1] - room.flying[stage, many]
+    held += room.waiting[stage, others + 1] - room.waiting[stage, others]
+    return held <= room.free[WEIGHTS, stage] and _may_follow(walk, room, own, held)
+
+
+@inlined
+def _may_follow(walk: _Walk, room: Room, own: Indices, held: float) -> bool:
+    """Whether each chunk with waiting micro-batches can have their passes of weights, with so much on the rank."""
+    least = np.inf
+    for stage in own:
+        if walk.done[1, stage] > walk.done[2, stage]:
+            least = min(least, room.free[WEIGHTS, stage])
+    return held <= least
 
 
 @inlined
@@ -382,7 +422,7 @@ def _allowed(order: Indices, count: int, room: Room, own: Indices) -> bool:
             held += (
                 room.flying[stage, done[0, each] - done[1, each]] + room.waiting[stage, done[1, each] - done[2, each]]
             )
-        if kind < 2 and held > room.free[kind, own[chunk]]:
+        if held > room.free[kind, own[chunk]]:
             return False
         done[kind, chunk] += kind > 0
     return True

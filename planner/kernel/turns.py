@@ -25,7 +25,7 @@ Turns: TypeAlias = NDArray[np.int32]
 it sends (`Ring.direction`, or `NO_LINK`), whether it is a backward pass that follows its own forward pass, and which
 of these passes makes room for what it sends when it starts (or `THERE_IS_ROOM`). There are no passes where they wait
 for each other for ever."""
-FORWARD, BACKWARD = int(PassKind.FORWARD), int(PassKind.BACKWARD)
+FORWARD, BACKWARD, WEIGHTS = int(PassKind.FORWARD), int(PassKind.BACKWARD), int(PassKind.WEIGHTS)
 NO_LINK = -1
 """Where the rank itself reads what a pass makes, or nobody does."""
 THERE_IS_ROOM = -1

@@ -21,12 +21,12 @@ class Held(NamedTuple):
     Attributes:
         flying: micro-batches in flight.
         waiting: those that wait for the gradients of their parameters.
-        goes_back: whether the pass is a backward one, which needs no less than a forward pass with as many.
+        kind: of the pass; a backward one needs no less than a forward one with as many.
     """
 
     flying: int
     waiting: int = 0
-    goes_back: bool = True
+    kind: PassKind = PassKind.BACKWARD
 
 
 Moment: TypeAlias = tuple[int, tuple[Held, ...]]
@@ -38,25 +38,55 @@ def most_under_way(
     order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
 ) -> tuple[int, ...]:
     """By chunk of a rank, how many micro-batches have gone forward and not yet back, at most."""
-    _, flying = _in_flight(order(rank, ranks, micro_batches, chunks), micro_batches, chunks)
-    return tuple(flying.max(axis=0).tolist())
+    moments = moments_of(order, rank, ranks, micro_batches, chunks)
+    return tuple(max(held[chunk].flying for _, held in moments) for chunk in range(chunks))
 
 
 @lru_cache(maxsize=4096)
 def moments_of(
     order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int, chunks: int
 ) -> tuple[Moment, ...]:
-    """Those of which no other one of the same chunk has as many micro-batches in flight in every chunk, and goes back.
+    """`moments_in` the order of a rank."""
+    import numpy as np
 
-    A backward pass has no less for a moment than a forward pass.
+    return moments_in(np.array(order(rank, ranks, micro_batches, chunks)), micro_batches, chunks)
+
+
+def moments_in(order: Indices, micro_batches: int, chunks: int = 1) -> tuple[Moment, ...]:
+    """What the chunks of a rank hold at the moments of which no other one of the same chunk has as much of everything.
+
+    While a micro-batch goes back, it is still in flight. Layer by layer it then keeps what it waits with in place of
+    what it kept; what it has more of on the way, the ledger counts for a moment.
+
+    >>> import numpy as np
+    >>> for chunk, held in moments_in(np.array([0, 2, 1, 6, 3, 10, 4, 8, 7, 11, 5, 9]), 2, 2):
+    ...     print(chunk, held[0].kind.name, [(one.flying, one.waiting) for one in held])
+    0 WEIGHTS [(1, 1), (1, 0)]
+    0 BACKWARD [(2, 0), (1, 0)]
+    1 BACKWARD [(2, 0), (1, 0)]
+    1 FORWARD [(2, 0), (1, 1)]
+    1 WEIGHTS [(2, 0), (1, 1)]
     """
     import numpy as np
 
-    passes = order(rank, ranks, micro_batches, chunks)
-    computing, flying = _in_flight(passes, micro_batches, chunks)
-    goes_back = np.array(passes) >= chunks * micro_batches
-    rows = np.column_stack((flying, np.zeros_like(flying), goes_back))
+    places, kinds = order // micro_batches, len(PassKind)
+    now = places[:, None] == np.arange(kinds * chunks)
+    forward, back, weights = np.split(np.cumsum(now, axis=0), kinds, axis=1)
+    _, goes_back, makes_weights = np.split(now, kinds, axis=1)
+    flying = forward - back + goes_back
+    waiting = (back - weights - goes_back + makes_weights) * weights[-1:].any()
+    rows, computing = np.column_stack((flying, waiting, places // chunks)), places % chunks
     return tuple(moment for chunk in range(chunks) for moment in most_of(chunk, rows[computing == chunk]))
+
+
+def held_in(order: Indices, micro_batches: int) -> tuple[Held, ...]:
+    """The same of a stage that is its rank's only one.
+
+    >>> import numpy as np
+    >>> [(held.kind.name, held.flying, held.waiting) for held in held_in(np.array([0, 3, 1, 4, 6, 2, 5, 7, 8]), 3)]
+    [('WEIGHTS', 0, 2), ('BACKWARD', 1, 1)]
+    """
+    return tuple(held for _, (held,) in moments_in(order, micro_batches))
 
 
 def most_of(chunk: int, rows: Indices) -> list[Moment]:
@@ -64,15 +94,19 @@ def most_of(chunk: int, rows: Indices) -> list[Moment]:
 
     Args:
         chunk: which.
-        rows: what each chunk has in flight, what waits in each, and whether a micro-batch goes back.
+        rows: what each chunk has in flight, what waits in each, and the kind of the pass.
     """
     import numpy as np
 
     own = np.unique(rows, axis=0)
-    *both, goes_back = np.split(own[are_most(own)], [half := own.shape[1] // 2, 2 * half], axis=1)
+    kinds = own[:, -1:]
+    is_backward, is_weights = kinds == PassKind.BACKWARD, kinds == PassKind.WEIGHTS
+    own = own[are_most(np.hstack((own[:, :-1], is_backward, is_weights, ~is_weights)))]
+    chunks = own.shape[1] // 2
     return [
-        (chunk, tuple(Held(flying, waiting, back) for flying, waiting in zip(*held, strict=True)))
-        for *held, (back,) in zip(*(part.tolist() for part in both), goes_back.astype(np.bool_).tolist(), strict=True)
+        (chunk, tuple(Held(flying, waiting, PassKind(kind)) for flying, waiting in zip(*held, strict=True)))
+        for row in own.tolist()
+        for *held, (kind,) in [(row[:chunks], row[chunks:-1], row[-1:])]
     ]
 
 
@@ -106,37 +140,3 @@ def are_most(rows: Indices) -> NDArray[np.bool_]:
         most[first] = True
         left = left[(rows[left] > rows[first]).any(axis=1)]
     return most
-
-
-@lru_cache(maxsize=4096)
-def held_by(
-    order: Callable[[int, int, int, int], Order], rank: int, ranks: int, micro_batches: int
-) -> tuple[Held, ...]:
-    """What a stage that is its rank's only one holds in that order, see `most_held`."""
-    return most_held(order(rank, ranks, micro_batches, 1), micro_batches)
-
-
-def most_held(order: Order, micro_batches: int) -> tuple[Held, ...]:
-    """What a stage holds at once, where another moment has not as many of both and goes back.
-
-    While the gradients of inputs are made, a micro-batch is still in flight. Layer by layer it then keeps what it
-    waits with in place of what it kept; what it has more of on the way, the ledger counts for a moment. So the passes
-    of weights need no more than the one before: of a layer they have its temporaries alone, which any pass has.
-
-    >>> from planner.plan.orders import zb_h1_order
-    >>> most_held(zb_h1_order(1, 3, 8, 1), 8)
-    (Held(flying=2, waiting=1, goes_back=True),)
-    """
-    import numpy as np
-
-    flying = waiting = 0
-    seen: set[Held] = set()
-    for number in order:
-        if number >= 2 * micro_batches:
-            waiting -= 1
-            continue
-        goes_back = number >= micro_batches
-        flying += not goes_back
-        seen.add(Held(flying, waiting, goes_back))
-        flying, waiting = flying - goes_back, waiting + goes_back
-    return tuple(held for _, (held,) in most_of(0, np.array([*seen], dtype=np.int64)))

@@ -21,7 +21,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-from planner.plan.held import Held, Moment, held_by, moments_of, most_under_way
+from planner.plan.held import Held, Moment, moments_of, most_under_way
 from planner.plan.orders import (
     Order,
     gpipe_order,
@@ -190,17 +190,21 @@ class ScheduleRecord:
         return self.most_in_flight(min(number, ring.stages) if ring.chunks > 1 else number, micro_batches, ring)
 
     def held(self, number: int, micro_batches: int, ring: Ring = ONE_CHUNK) -> tuple[Held, ...]:
-        """What a stage holds at the moments at which it may need most memory; see `most_in_flight` and `most_held`."""
+        """What a stage holds at the moments at which it may need most memory; see `most_in_flight` and `moments_of`."""
         if not self.splits_backward:
             return (Held(self.most_in_flight(number, micro_batches, ring)),)
-        # of such an order the number from the end says as much as rank and ranks where there are enough ranks
-        return held_by(self.order, ring.ranks - number, ring.ranks, micro_batches)
+        if ring.chunks > 1:
+            stage = ring.stages - number
+            chunk, moments = stage // ring.ranks, self.moments(ring.rank_of(stage), micro_batches, ring)
+            return tuple(held[chunk] for computing, held in moments if computing == chunk)
+        ranks = max(ring.ranks, number)  # where the ring is not said, the stage is the first one
+        return tuple(held for _, (held,) in moments_of(self.order, ranks - number, ranks, micro_batches, 1))
 
     def moments(self, rank: int, micro_batches: int, ring: Ring) -> tuple[Moment, ...]:
         """What the chunks of a rank hold at the moments at which they may need most memory together.
 
         >>> moments = SCHEDULES["interleaved"].moments(1, 8, Ring(2, 2))
-        >>> [(chunk, [one.flying for one in held]) for chunk, held in moments if held[0].goes_back]
+        >>> [(chunk, [one.flying for one in held]) for chunk, held in moments if held[0].kind == 1]
         [(0, [3, 0]), (1, [2, 1])]
         """
         if ring.chunks == 1:

@@ -10,7 +10,7 @@ from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.cost.time_ledger import end_s, layer_seconds
 from planner.cost.transfers import Shares
 from planner.kernel.makespan import SEND_B, SEND_F
-from planner.plan.held import Held, Moment
+from planner.plan.held import Held, Moment, moments_in
 from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction
 from planner.plan.schedules import SCHEDULES, Ring
@@ -18,7 +18,7 @@ from planner.plan.simulator import simulate_plan
 from planner.plan.stage import Stage, StageMemory, StageTimes
 from planner.solve.balance import Balance, StageChoice, end_seconds, placement_of, shares_of, stage_seconds
 from planner.solve.counts import left_out_s
-from planner.solve.order_arrays import moments_of_order, orders_of
+from planner.solve.order_arrays import orders_of
 from planner.solve.problem import Problem
 from profiler.device import Device, Link
 from profiler.record import Profile
@@ -196,7 +196,7 @@ def _moments(
         stop=choice.stop,
         segments=choice.segments,
         skips=stage_skips(routes, index, candidate.split),
-        ring=candidate.ring,
+        ring=_ring(found),
         shares=problem.shares(candidate.replicas),
         carrier=carrier,
         under_way=_under_way(found) if carrier is Carrier.SLOTS else (),
@@ -211,7 +211,7 @@ def _ring(found: Balance) -> Ring:
 def _own_moments(found: Balance, rank: int) -> tuple[Moment, ...]:
     """What a rank holds in the order that the plan has for it."""
     count, chunks = found.candidate.split.count, found.candidate.ring.chunks
-    return moments_of_order(orders_of(found.orders[rank : rank + 1], count, chunks)[0], count, chunks)
+    return moments_in(orders_of(found.orders[rank : rank + 1], count, chunks)[0], count, chunks)
 
 
 def _under_way(found: Balance) -> tuple[int, ...]:

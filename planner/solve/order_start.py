@@ -16,11 +16,11 @@ import numpy as np
 from planner.cost.stage_memory import StageMoments, stage_moments
 from planner.kernel.any_order import any_order_s
 from planner.kernel.turns import ways
-from planner.plan.held import Held
+from planner.plan.held import Held, held_in
 from planner.plan.schedules import Ring, ScheduleName
 from planner.solve.balance import Balance, evaluate_s, passes_seconds
 from planner.solve.deadline import Deadline
-from planner.solve.order_arrays import held_in, texts_of
+from planner.solve.order_arrays import texts_of
 from planner.solve.own_order_plans import chunk_bytes, room_arrays, room_of
 from planner.solve.own_orders import best_orders
 from planner.solve.problem import Problem

@@ -21,14 +21,15 @@ import numpy as np
 from planner.cost.layer_costs import Floats, Indices
 from planner.cost.stage_memory import StageMoments, stage_moments, together
 from planner.kernel.any_order import any_order_s, ranks_s
-from planner.kernel.list_scheduler import Room
-from planner.kernel.turns import BACKWARD, ways
-from planner.plan.held import Held
+from planner.kernel.list_scheduler import Room, lacking_bytes
+from planner.kernel.turns import BACKWARD, WEIGHTS, ways
+from planner.plan.held import Held, moments_in
+from planner.plan.orders import PassKind
 from planner.plan.schedules import Ring
 from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.level_cuts import Level
-from planner.solve.order_arrays import moments_of_order, orders_of, texts_of
+from planner.solve.order_arrays import orders_of, texts_of
 from planner.solve.own_orders import Tried, best_orders, moved
 from planner.solve.problem import Candidate, Problem
 
@@ -58,7 +59,7 @@ class RankRoom(NamedTuple):
     @property
     def over(self) -> float:
         """Bytes that one micro-batch needs too many on its way through all chunks; at most 0 if it fits."""
-        return float((self.flying[:, 1].cumsum() - self.free[BACKWARD]).max())
+        return lacking_bytes(Room(*self), np.arange(len(self.flying)))
 
     def most(self) -> tuple[int, ...]:
         """Micro-batches in flight at most in each chunk: they are so in all chunks before it, too."""
@@ -69,7 +70,8 @@ class RankRoom(NamedTuple):
         """Whether the order need not look at memory."""
         each = self.flying + self.waiting[:, ::-1]
         most, computing = each.max(axis=1), each[:, 1:].max(axis=1)
-        return bool((computing + most.sum() - most <= self.free[BACKWARD]).all())
+        fits = computing + most.sum() - most <= self.free[BACKWARD]
+        return bool(fits.all() and (most.sum() <= self.free[WEIGHTS]).all())
 
 
 class RankModes(NamedTuple):
@@ -91,8 +93,8 @@ class ChunkBytes(NamedTuple):
 
     Attributes:
         kept: bytes with no micro-batch, whichever chunk of the rank computes.
-        passing: those that are there while this one goes forward, and back, shape (2, moments): with none, with one
-            and with more micro-batches.
+        passing: those that are there while this one computes, by kind of pass and moment: with none, with one and with
+            more micro-batches.
         flying: what so many micro-batches in flight need more than none, shape (M + 1,).
         waiting: what so many need that wait for the gradients of their parameters, likewise.
     """
@@ -112,14 +114,13 @@ def chunk_bytes(memory: Callable[[Sequence[Held]], StageMoments], count: int) ->
     many = range(count + 1) if count <= MOST_COUNTED else (0, 1, 2, count - 1, count)
     found = memory(
         [
-            *(Held(flying, 0, goes_back) for goes_back in (False, True) for flying in many),
+            *(Held(flying, 0, kind) for kind in PassKind for flying in many),
             *(Held(0, waiting) for waiting in many),
         ]
     )
-    forward, *back = np.split(np.broadcast_to(found.passing, 3 * len(many)), 3)
-    kept = found.totals - np.concatenate((forward, *back))
-    _, flying, waiting = (_growth(each, many) for each in np.split(kept, 3))
-    return ChunkBytes(float(kept[0]), np.stack((forward, back[0])), flying, waiting)
+    passing = np.broadcast_to(found.passing, 4 * len(many))
+    *_, flying, waiting = np.split(kept := found.totals - passing, 4)
+    return ChunkBytes(float(kept[0]), passing.reshape(4, -1)[:-1], _growth(flying, many), _growth(waiting, many))
 
 
 def room_of(chunks: Sequence[ChunkBytes], limit: int, *, always: bool = True) -> RankRoom:
@@ -247,7 +248,7 @@ class OwnOrderPlans(ChunkPlans):
 
     def _needed(self, rank: int, choice: ChunkChoice, order: Indices) -> int:
         """Bytes of a rank in that order, at the moment that needs most."""
-        moments = moments_of_order(order, self.candidate.split.count, self.ring.chunks)
+        moments = moments_in(order, self.candidate.split.count, self.ring.chunks)
         stops, own = choice.stops, self._own[rank]
         found = [
             self._moments(

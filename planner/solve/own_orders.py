@@ -16,15 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices
-from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
+from planner.kernel.list_scheduler import NOTHING, Room, exchanged, lacking_bytes, listed
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, W, walked_s
-from planner.kernel.turns import BACKWARD, FORWARD, ways
-from planner.plan.held import Held
+from planner.kernel.turns import BACKWARD, FORWARD, WEIGHTS, ways
+from planner.plan.held import Held, held_in
 from planner.plan.orders import fixed_split_orders
 from planner.plan.schedules import Ring
 from planner.solve.balance import TIE
 from planner.solve.deadline import NO_DEADLINE, Deadline
-from planner.solve.order_arrays import held_in
 
 PATIENCE = (0.0, 0.5, 1.0)
 """Parts of a pass of weights that a stage rather waits [chosen]."""
@@ -42,7 +41,7 @@ MOST_TRIES, WORK_OF_TRIES = 8_000, 120_000
 """Moves of single passes that are tried, and micro-batches of stages that all of them look at [chosen: 10 ms]."""
 LONGER_AT_FIRST = 0.02
 """By what part a step may become longer when the first pass is moved [fitted]."""
-MORE_MOVES = ((1, 0.02), (2, 0.05), (0, 0.1), (1, 0.2), (2, 0.2), (3, 0.1))
+MORE_MOVES = ((1, 0.02), (2, 0.05), (0, 0.1), (1, 0.2), (2, 0.2), (3, 0.1), (4, 0.1))
 """Where ranks have several chunks, of the orders from the fastest on one that passes are moved in, too, and by what
 part the step may become longer [fitted: without, orders of 2 to 5 micro-batches were up to 3 % slower than need be, and
 are up to 0.8 %]."""
@@ -95,7 +94,7 @@ def best_orders(
     _, stages, count = seconds.shape
     ring = ring or Ring(stages)
     stages_of = ways(ring).stages
-    if (room.flying[stages_of, 1].cumsum(axis=1) > room.free[BACKWARD, stages_of]).any():
+    if any(lacking_bytes(room, own) > 0 for own in stages_of):
         return None
     seconds = np.ascontiguousarray(seconds)
     moves = stages * count <= FEW_TO_MOVE
@@ -158,7 +157,7 @@ def _rooms(room: Room) -> list[Room]:
     """The room; and, as to run ahead may be slower, that in which forward passes have no more than backward passes."""
     if (room.free[FORWARD] == room.free[BACKWARD]).all():
         return [room]
-    return [room, room._replace(free=np.stack((room.free[BACKWARD], room.free[BACKWARD])))]
+    return [room, room._replace(free=room.free[[BACKWARD, BACKWARD, WEIGHTS]])]
 
 
 def _slower(starts: list[tuple[float, Indices]], best_s: float) -> list[tuple[float, Indices]]:
@@ -222,7 +221,7 @@ def _faster(best: tuple[float, Indices] | None, orders: Indices, seconds: Floats
 def _fits(room: Room, stage: int, moments: tuple[Held, ...]) -> bool:
     """Whether a stage can hold so many micro-batches at each of these moments."""
     flying, waiting, free = room.flying[stage], room.waiting[stage], room.free[:, stage]
-    return all(flying[many] + waiting[others] <= free[int(goes_back)] for many, others, goes_back in moments)
+    return all(flying[many] + waiting[others] <= free[kind] for many, others, kind in moments)
 
 
 @lru_cache(maxsize=64)

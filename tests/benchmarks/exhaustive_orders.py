@@ -19,6 +19,7 @@ from planner.kernel.compiled import compiled
 from planner.kernel.list_scheduler import Room
 from planner.plan.actions import room_between
 from planner.plan.held import Held
+from planner.plan.orders import PassKind
 from planner.plan.schedules import SCHEDULES, Ring
 from planner.plan.stage import Segment
 from planner.solve.balance import StageChoice, end_seconds, stage_seconds
@@ -45,7 +46,7 @@ class Memory(NamedTuple):
     Attributes:
         limit: bytes of each rank's device, shape (ranks,).
         kept: of each stage whatever it does, shape (K, M + 1, M + 1).
-        passing: in addition while a micro-batch goes forward through it, and back, shape (2, K, M + 1, M + 1).
+        passing: in addition while it computes, by kind of pass, shape (3, K, M + 1, M + 1).
     """
 
     limit: Any
@@ -161,7 +162,7 @@ class _Bytes:
         if key not in self._known:
             problem, count, device = self.problem, self.candidate.split.count, self.problem.classes[group].device
             many = range(count + 1)
-            held = [Held(*each) for each in itertools.product(many, many, (False, True))]
+            held = [Held(*each) for each in itertools.product(many, many, PassKind)]
             found = stage_moments(
                 problem.costs,
                 problem.parameters,
@@ -177,7 +178,7 @@ class _Bytes:
                 held=held,
             )
             each = (np.broadcast_to(part, len(held)) for part in (found.passing, found.totals))
-            passing, totals = (part.reshape(count + 1, count + 1, 2).transpose(2, 0, 1) for part in each)
+            passing, totals = (part.reshape(count + 1, count + 1, 3).transpose(2, 0, 1) for part in each)
             self._known[key] = totals[1] - passing[1], passing.copy()
         return self._known[key]
 
@@ -401,7 +402,8 @@ def _branches(
             if fits and there_s != NOT_YET and not blocked[1, stage]:
                 starts[1, stage] = clock[rank] if again_s else max(clock[rank], there_s)
                 ends[1, stage] = max(clock[rank] + again_s, there_s) + seconds[B, stage, backward]
-        if weights < backward and not blocked[2, stage]:
+        fits = weights < backward and _held(memory, own, done, 2, stage) <= free
+        if fits and not blocked[2, stage]:
             starts[2, stage] = clock[rank]
             ends[2, stage] = clock[rank] + seconds[W, stage, weights]
     options[:] = NOWHERE
@@ -413,7 +415,7 @@ def _branches(
     most, passing = 0.0, 0.0
     for each in ways.own[rank]:
         most += memory.kept[each].max()
-        passing = max(passing, memory.passing[1, each].max())
+        passing = max(passing, memory.passing[1:, each].max())
     for other in ways.own[rank]:
         for which in range(3):
             if (which == kind and other == stage) or starts[which, other] < ends[kind, stage]:

@@ -117,7 +117,9 @@ def most_held(schedule: ScheduleName, number: int, micro_batches: int) -> int:
 def room_for(free: Floats, flying: Floats, waiting: Floats, micro_batches: int) -> Room:
     """Room where each micro-batch takes as much as every other one, of shape (K,).
 
-    What is free is of shape (2, K), or (K,) where forward passes have as much as backward passes.
+    What is free is of shape (3, K), or (K,) where all passes have as much, those of weights enough to come right after.
     """
     many = np.arange(micro_batches + 1.0)
-    return Room(np.broadcast_to(free, (2, len(flying))).copy(), np.outer(flying, many), np.outer(waiting, many))
+    if free.ndim == 1:
+        free = np.stack((free, free, np.maximum(free, free - flying + waiting)))
+    return Room(free, np.outer(flying, many), np.outer(waiting, many))

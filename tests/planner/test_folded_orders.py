@@ -10,11 +10,12 @@ from planner.kernel.list_scheduler import NOTHING, Room, exchanged, listed
 from planner.kernel.makespan import SEND_B, SEND_F, R, walked_s
 from planner.kernel.turns import BACKWARD, ways
 from planner.plan.actions import make_schedule, room_between
+from planner.plan.held import moments_in
 from planner.plan.order_text import order_of_text, order_text
 from planner.plan.orders import PassKind, one_by_one_order, pass_of
 from planner.plan.schedules import Ring
 from planner.plan.simulator import Durations, simulate
-from planner.solve.order_arrays import moments_of_order, orders_of, texts_of
+from planner.solve.order_arrays import orders_of, texts_of
 from planner.solve.own_orders import best_orders
 from tests.benchmarks.exhaustive_orders import memory_of, order_below
 from tests.benchmarks.test_exhaustive_schedules import against_all_orders, drawn
@@ -42,7 +43,8 @@ def room_of(chance: random.Random, ring: Ring, count: int) -> Room:
         own = [*ring.stages_of(rank)]
         free[own] = flying[own].cumsum() + [chance.choice([0, 3, 30, 100]) + chance.randint(0, 9) for _ in own]
     forward = free + [chance.choice([0, 0, 5, 50]) for _ in free]
-    return room_for(np.stack((forward, free)), flying, waiting, count)
+    weights = free - flying + waiting + [chance.choice([0, 0, 5, 50]) for _ in free]
+    return room_for(np.stack((forward, free, weights)), flying, waiting, count)
 
 
 def most_of(room: Room, ring: Ring) -> np.ndarray:
@@ -90,10 +92,10 @@ def check(orders: np.ndarray, room: Room, ring: Ring, count: int) -> None:
         assert texts[rank] == order_text(tuple(order), count, CHUNKS)
         assert order_of_text(texts[rank], count, CHUNKS) == tuple(order)
         own = ring.stages_of(rank)
-        for chunk, held in moments_of_order(orders[rank], count, CHUNKS):
+        for chunk, held in moments_in(orders[rank], count, CHUNKS):
             each = zip(own, held, strict=True)
             needed = sum(room.flying[stage, one.flying] + room.waiting[stage, one.waiting] for stage, one in each)
-            assert needed <= room.free[int(held[0].goes_back), own[chunk]]
+            assert needed <= room.free[held[0].kind, own[chunk]]
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -1,6 +1,7 @@
 """Where chunks go over the ranks and back, a rank hands what its one chunk makes to its own next one."""
 
 import random
+from collections.abc import Sequence
 from operator import le
 
 import numpy as np
@@ -9,13 +10,12 @@ import pytest
 from planner.cost.layer_costs import CostModel
 from planner.cost.parameter_ranges import ParameterRanges
 from planner.cost.stage_memory import stage_memory
-from planner.plan.held import Held, Moment
+from planner.plan.held import Held, Moment, moments_in
 from planner.plan.micro_batches import MicroBatches
 from planner.plan.order_text import order_of_text
 from planner.plan.orders import Order, PassKind, pass_of
 from planner.plan.schedules import Ring
 from planner.plan.stage import StageMemory
-from planner.solve.order_arrays import moments_of_order
 from tests.executor.random_orders import random_orders
 from tests.planner.made_up import build_profile
 
@@ -87,24 +87,24 @@ def test_what_a_walk_finds_at_a_turn_is_what_is_in_flight_before_it(seed):
         if not forward:
             inputs, gradients = (inputs, gradients - 1) if chunk == 0 else (inputs - 1, gradients + 1)
             flying -= chunk == 0
-    assert {*moments_of_order(np.array(order), COUNT, 2)} == moments_in(order, COUNT, 2)
+    assert {*moments_in(np.array(order), COUNT, 2)} == moments_seen(order, COUNT, 2)
 
 
-def moments_in(order: Order, micro_batches: int, chunks: int) -> set[Moment]:
+def moments_seen(order: Order, micro_batches: int, chunks: int) -> set[Moment]:
     """By looking at each pass: those of which no other one of the same chunk has as much of everything."""
     flying, waiting = [0] * chunks, [0] * chunks
-    seen: set[tuple[int, tuple[int, ...]]] = set()  # the chunk, and what is in flight, what waits, whether it goes back
+    seen: set[Moment] = set()
     for number in order:
         kind, chunk, _ = pass_of(number, micro_batches, chunks)
-        if kind is PassKind.WEIGHTS:
-            waiting[chunk] -= 1
-            continue
         flying[chunk] += kind is PassKind.FORWARD
-        seen.add((chunk, (*flying, *waiting, kind is PassKind.BACKWARD)))
-        if kind is PassKind.BACKWARD:
-            flying[chunk], waiting[chunk] = flying[chunk] - 1, waiting[chunk] + 1
-    return {
-        (chunk, tuple(Held(held[own], held[chunks + own], held[-1] == 1) for own in range(chunks)))
-        for chunk, held in seen
-        if not any(chunk == one and held != other and all(map(le, held, other)) for one, other in seen)
-    }
+        seen.add((chunk, tuple(Held(*both, kind) for both in zip(flying, waiting, strict=True))))
+        flying[chunk] -= kind is PassKind.BACKWARD
+        waiting[chunk] += (kind is PassKind.BACKWARD) - (kind is PassKind.WEIGHTS)
+    return {one for one in seen if not any(one != two and one[0] == two[0] and covers(two[1], one[1]) for two in seen)}
+
+
+def covers(held: Sequence[Held], others: Sequence[Held]) -> bool:
+    """Whether a moment needs no less than another one of the same chunk."""
+    kind, other = held[0].kind, others[0].kind
+    same = kind is other or (kind is PassKind.BACKWARD and other is PassKind.FORWARD)
+    return same and all(map(le, (n for one in others for n in one[:2]), (n for one in held for n in one[:2])))

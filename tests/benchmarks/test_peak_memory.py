@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
-from planner.doubt import LESS_MEMORY_OF_PARTS
 from profiler import Profile, profile, trace
 from profiler.machine.local import local_devices
 from profiler.tracing.sample import call_arguments
@@ -30,6 +29,7 @@ from tests.models.unet import UNet
 CONFIG = Config(context=128, width=192, heads=4, blocks=6)
 M = 8
 WITHIN = 0.05
+WITHIN_OF_CHUNKS = 0.07
 OVER = 0.01  # measured: GPipe's last rank 0.5 % over, before slots were counted for what they are
 AT_LEAST_IN_BFLOAT16 = 0.9
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb", 1))
@@ -91,14 +91,9 @@ def in_two_ways(schedules: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
 
 
 def near_the_plan(table: pandas.DataFrame) -> None:
-    """Chunks never peak above it, and those that recompute not below its doubt.
-
-    What a recomputed micro-batch has for a moment counts in forward passes, too, which may come when most others wait
-    for the gradients of parameters.
-    """
-    least = table.index.get_level_values("recompute").map({"never": 1 - WITHIN, "always": 1 - LESS_MEMORY_OF_PARTS})
+    """Chunks never peak above it, nor far below."""
     assert (table["ratio"] <= 1).all()
-    assert (table["ratio"] >= least).all()
+    assert (table["ratio"] >= 1 - WITHIN_OF_CHUNKS).all()
 
 
 @pytest.mark.benchmark

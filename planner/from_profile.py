@@ -177,8 +177,8 @@ def cluster_of(devices: Cluster | Sequence[Device]) -> Cluster:
         return devices
     if not isinstance(devices, Sequence) or not all(isinstance(device, Device) for device in devices):
         raise ArgumentError(
-            f"devices={devices!r} are no planned devices; pass a Cluster or a list of Device, "
-            "profiler.machine.local.local_devices makes one of counts and names"
+            f"devices={devices!r} are no planned devices; pass a Cluster, which Cluster.of makes of text, or a list of "
+            "Device, which profiler.machine.local.local_devices makes of counts and names"
         )
     if not 1 <= len(devices) <= MOST_DEVICES:
         raise ArgumentError(f"got {len(devices)} devices; give 1 to {MOST_DEVICES}")

@@ -1,4 +1,4 @@
-"""How many micro-batches a rank holds while it goes through an order of passes: most at once, moment by moment."""
+"""How many micro-batches a rank holds while it goes through an order of passes, at the moments that may need most."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def moments_in(order: Indices, micro_batches: int, chunks: int = 1) -> tuple[Mom
     flying = forward - back + goes_back
     waiting = (back - weights - goes_back + makes_weights) * weights[-1:].any()
     rows, computing = np.column_stack((flying, waiting, places // chunks)), places % chunks
-    return tuple(moment for chunk in range(chunks) for moment in most_of(chunk, rows[computing == chunk]))
+    return tuple(moment for chunk in range(chunks) for moment in _most_of(chunk, rows[computing == chunk]))
 
 
 def held_in(order: Indices, micro_batches: int) -> tuple[Held, ...]:
@@ -89,7 +89,7 @@ def held_in(order: Indices, micro_batches: int) -> tuple[Held, ...]:
     return tuple(held for _, (held,) in moments_in(order, micro_batches))
 
 
-def most_of(chunk: int, rows: Indices) -> list[Moment]:
+def _most_of(chunk: int, rows: Indices) -> list[Moment]:
     """Of the moments at which a chunk computes those of which no other one has as much of everything.
 
     Args:
@@ -108,20 +108,6 @@ def most_of(chunk: int, rows: Indices) -> list[Moment]:
         for row in own.tolist()
         for *held, (kind,) in [(row[:chunks], row[chunks:-1], row[-1:])]
     ]
-
-
-def _in_flight(order: Order, micro_batches: int, chunks: int) -> tuple[Indices, Indices]:
-    """Which chunk computes in each pass, shape (passes,), and what each has in flight, shape (passes, chunks).
-
-    While a micro-batch goes back through a chunk, it is still in flight there.
-    """
-    import numpy as np
-
-    kind, computing = np.divmod(np.array(order) // micro_batches, chunks)
-    own = computing[:, None] == np.arange(chunks)
-    goes_back = own & (kind == PassKind.BACKWARD)[:, None]
-    goes_on = own & (kind == PassKind.FORWARD)[:, None]
-    return computing, np.cumsum(goes_on, axis=0) - np.cumsum(goes_back, axis=0) + goes_back
 
 
 def are_most(rows: Indices) -> NDArray[np.bool_]:

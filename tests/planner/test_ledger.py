@@ -389,6 +389,19 @@ def bytes_at(problem, candidate, index, stages, stage, held):
     )
 
 
+def that_waits(device, rows, schedule, **parameters):
+    """A problem of layers with these kept, temporary, sent on, and waiting bytes."""
+    profile = build_profile(
+        {("a", 1): [(1.0, 1.0, 2.0, kept, moment, sent, sent) for kept, moment, sent, _ in rows]}, **parameters
+    )
+    waits = [
+        cost.model_copy(update={"weight_s": 1.0, "weight_kept_bytes": rows[cost.layer][3]}) for cost in profile.costs
+    ]
+    asked: SettingKeywords = {"schedule": schedule, "micro_batches_per_stage": 1}
+    profile = profile.model_copy(update={"costs": tuple(waits)})
+    return make_problem(profile, [device], batch_size=1, optimizer=None, settings=asked)
+
+
 @given(rows=st.lists(st.tuples(*[st.integers(0, 20)] * 4), min_size=1, max_size=6), again=st.booleans(), data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_micro_batch_that_goes_back_layer_by_layer_never_needs_more(device, rows, again, data):
@@ -402,18 +415,7 @@ def test_a_micro_batch_that_goes_back_layer_by_layer_never_needs_more(device, ro
     stop = data.draw(st.integers(1, layers))
     first = data.draw(st.integers(0, stop - 1))
     assume(any(waiting for *_, waiting in rows[first:stop]))  # where nothing waits what was measured says it all
-    profile = build_profile({("a", 1): [(1.0, 1.0, 2.0, kept, moment, sent, sent) for kept, moment, sent, _ in rows]})
-    waits = [
-        cost.model_copy(update={"weight_s": 1.0, "weight_kept_bytes": rows[cost.layer][3]}) for cost in profile.costs
-    ]
-    profile = profile.model_copy(update={"costs": tuple(waits)})
-    problem = make_problem(
-        profile,
-        [device("a")],
-        batch_size=1,
-        optimizer=None,
-        settings={"schedule": "zb-h1", "micro_batches_per_stage": 1},
-    )
+    problem = that_waits(device("a"), rows, "zb-h1")
     said = stage_memory(
         problem.costs,
         problem.parameters,
@@ -455,22 +457,8 @@ def test_going_forward_a_recomputed_micro_batch_has_one_layer_at_a_time(device, 
     layers = len(rows)
     stop = data.draw(st.integers(1, layers))
     first = data.draw(st.integers(0, stop - 1))
-    profile = build_profile(
-        {("a", 1): [(1.0, 1.0, 2.0, kept, moment, sent, sent) for kept, moment, sent, _ in rows]},
-        parameters=[(4, True), (4 * extent, True), (400, False)],
-        readers=[[0, 1, 2]] * layers,
-    )
-    waits = [
-        cost.model_copy(update={"weight_s": 1.0, "weight_kept_bytes": rows[cost.layer][3]}) for cost in profile.costs
-    ]
-    profile = profile.model_copy(update={"costs": tuple(waits)})
-    problem = make_problem(
-        profile,
-        [device("a")],
-        batch_size=3,
-        optimizer=None,
-        settings={"schedule": "zb", "micro_batches_per_stage": 1},
-    )
+    read = {"parameters": [(4, True), (4 * extent, True), (400, False)], "readers": [[0, 1, 2]] * layers}
+    problem = that_waits(device("a"), rows, "zb", **read)
 
     def passing(segments, moments):
         return stage_moments(

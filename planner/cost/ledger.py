@@ -72,6 +72,8 @@ class Counts(Enum):
     DEFERRING = auto()
     """While a micro-batch goes back, in schedules that split the backward pass: of the layers that it has come through,
     in place of what it kept of these; see `planner.cost.stage_memory`."""
+    MAKING_WEIGHTS = auto()
+    """In a pass of weights: of the layer that it is in."""
     GOING_ON = auto()
     """While a micro-batch goes forward through a stage that is recomputed as a whole: of the layer that it is in."""
     UNDER_WAY = auto()
@@ -252,7 +254,7 @@ class Row:
             raise ValueError(f"{self.name!r} counts {self.counts} and belongs to {self.memory_class}")
 
 
-_ON_THE_WAY = {Counts.DEFERRING, Counts.GOING_ON}
+_ON_THE_WAY = {Counts.DEFERRING, Counts.MAKING_WEIGHTS, Counts.GOING_ON}
 """Follow from where a micro-batch is, see `planner.cost.stage_memory`."""
 _EVERY = (Form.ANY,)
 _LASTING = {
@@ -373,6 +375,13 @@ ROWS: tuple[RangeRow | Row, ...] = (
         Counts.TRANSIENT,
         lambda at: at.layers.transient_bytes + at.layers.workspace_bytes,
         Form.IN_PARTS,
+    ),
+    Row(
+        "inside kernels that make gradients of parameters",
+        "transient",
+        Of.LAYERS,
+        Counts.MAKING_WEIGHTS,
+        lambda at: at.layers.workspace_bytes * (at.layers.weight_kept_bytes > 0),
     ),
     Row(
         "a layer of a recomputed stage, on the way forward",
@@ -514,10 +523,11 @@ class Ledger:
         """Bytes of each layer that a micro-batch begins to keep when it has come back through it, shape (L,)."""
         return self._on_the_way(Counts.DEFERRING) * self.splits
 
-    def one_gradient(self, first: int, stop: int) -> float:
+    def making_weights(self, first: int, stop: int) -> float:
         """Bytes that a pass of weights of layers [first, stop) has for a moment."""
         figures = self.large.basis.of_ranges((first, stop))
-        return float(sum(row.figure(figures) for row in range_rows(When.WEIGHTS)))
+        gradients = sum(row.figure(figures) for row in range_rows(When.WEIGHTS))
+        return float(gradients + self._on_the_way(Counts.MAKING_WEIGHTS)[first:stop].max())
 
     def going_on(self) -> Floats:
         """Bytes of each layer that a micro-batch has in it alone if nothing is kept, but what comes in; shape (L,)."""

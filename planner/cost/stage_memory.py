@@ -256,7 +256,7 @@ class _Stage:
     def peaks(self) -> Floats:
         """The transient rows together, at each moment: the most in addition to all else."""
         begun, kinds = self._begun(), self.ledger.kinds
-        weights = self.ledger.one_gradient(self.first, self.stop) if begun[self.first] else 0.0
+        weights = self.ledger.making_weights(self.first, self.stop) if begun[self.first] else 0.0
         forward = back = self._going_back(begun)
         if self.form is Form.AS_ONE:
             going_on = self.ledger.going_on()[self.first : self.stop]

@@ -389,8 +389,8 @@ def bytes_at(problem, candidate, index, stages, stage, held):
     )
 
 
-def that_waits(device, rows, schedule, **parameters):
-    """A problem of layers with these kept, temporary, sent on, and waiting bytes."""
+def that_waits(device, rows, schedule, workspaces=(), **parameters):
+    """A problem of layers with these kept, temporary, sent on, and waiting bytes, and such inside kernels."""
     profile = build_profile(
         {("a", 1): [(1.0, 1.0, 2.0, kept, moment, sent, sent) for kept, moment, sent, _ in rows]}, **parameters
     )
@@ -398,6 +398,11 @@ def that_waits(device, rows, schedule, **parameters):
         cost.model_copy(update={"weight_s": 1.0, "weight_kept_bytes": rows[cost.layer][3]}) for cost in profile.costs
     ]
     asked: SettingKeywords = {"schedule": schedule, "micro_batches_per_stage": 1}
+    if workspaces:
+        for number, (cost, inside) in enumerate(zip(waits, workspaces, strict=False)):
+            most = cost.transient_bytes
+            whole = InStage(forward_bytes=most, backward_bytes=most, last_backward_bytes=most, workspace_bytes=inside)
+            waits[number] = cost.model_copy(update={"in_stage": whole})
     profile = profile.model_copy(update={"costs": tuple(waits)})
     return make_problem(profile, [device], batch_size=1, optimizer=None, settings=asked)
 
@@ -444,13 +449,14 @@ def test_a_micro_batch_that_goes_back_layer_by_layer_never_needs_more(device, ro
         st.tuples(st.integers(1, 3), st.integers(0, 2), st.sampled_from(PassKind)), min_size=1, max_size=4
     ),
     extent=st.integers(1, 9),
+    kernels=st.sampled_from([(), (3, 0, 7, 1, 30, 2)]),
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_going_forward_a_recomputed_micro_batch_has_one_layer_at_a_time(device, rows, moments, extent, data):
+def test_going_forward_a_recomputed_micro_batch_has_one_layer_at_a_time(device, rows, moments, extent, kernels, data):
     """Kept, temporary, sent on, and waiting bytes of each layer: in layer i it has what came into it, what that layer
     has by itself, and nothing of the others. A stage that keeps all of it has no less going forward than going back.
-    A pass of weights has the gradient of one parameter.
+    A pass of weights has the gradient of one parameter, and what a kernel has inside.
 
     All that its recompute has used to count in forward passes, too, 6 to 19 % of what a GPT's ranks held in a V.
     """
@@ -458,7 +464,7 @@ def test_going_forward_a_recomputed_micro_batch_has_one_layer_at_a_time(device, 
     stop = data.draw(st.integers(1, layers))
     first = data.draw(st.integers(0, stop - 1))
     read = {"parameters": [(4, True), (4 * extent, True), (400, False)], "readers": [[0, 1, 2]] * layers}
-    problem = that_waits(device("a"), rows, "zb", **read)
+    problem = that_waits(device("a"), rows, "zb", kernels, **read)
 
     def passing(segments, moments):
         return stage_moments(
@@ -478,9 +484,11 @@ def test_going_forward_a_recomputed_micro_batch_has_one_layer_at_a_time(device, 
     kept, temporary, sent, waiting = zip(*rows, strict=True)
     kinds = [kind for *_, kind in moments]
     back = passing([Segment(first=first, stop=stop)], [(1, 0, PassKind.BACKWARD)]).max()
-    walked = max(kept[i] + temporary[i] + (sent[i - 1] if i > first else 0) for i in range(first, stop))
+    inside = kernels or (0,) * 6
+    walked = max(kept[i] + temporary[i] + inside[i] + (sent[i - 1] if i > first else 0) for i in range(first, stop))
     found = np.broadcast_to(passing([Segment(first=first, stop=stop)], moments), len(moments))
-    by_kind = [min(back, walked), back, 4 * extent if any(waiting[first:stop]) else 0]
+    waits = [inside[i] for i in range(first, stop) if waiting[i]]
+    by_kind = [min(back, walked), back, 4 * extent + max(waits) if waits else 0]
     assert found.tolist() == [by_kind[kind] for kind in kinds]
     kept_all = passing([], [(1, 0, kind) for kind in PassKind])
     assert kept_all[PassKind.FORWARD] == kept_all[PassKind.BACKWARD]

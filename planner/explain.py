@@ -17,7 +17,8 @@ import numpy as np
 import pandas
 
 from planner.cost.layer_costs import Indices
-from planner.cost.ledger import Counts, classes_that_count
+from planner.cost.ledger import classes_that_count
+from planner.cost.ledger_rows import Counts
 from planner.keywords import SettingKeywords
 from planner.plan.actions import ActionKind
 from planner.plan.explanation import Explanation

@@ -9,7 +9,8 @@ from typing import NotRequired, TypedDict, Unpack
 import numpy as np
 
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays
-from planner.cost.ledger import Basis, Counts, Form, Ledger, Of, Row, When, range_rows, rows_of
+from planner.cost.ledger import Ledger, range_rows, rows_of
+from planner.cost.ledger_rows import Basis, Counts, Form, Of, Row, When
 from planner.cost.messages import Carrier, Message, carrier_of
 from planner.cost.parameter_ranges import ParameterRanges
 from planner.plan.held import Held
@@ -53,7 +54,7 @@ class StageAbout(TypedDict):
             record has it.
         shares: replicas that share the optimizer's state.
         carrier: what carries messages; by default what does so on one host.
-        under_way: see `planner.cost.ledger.Basis`.
+        under_way: see `planner.cost.ledger_rows.Basis`.
     """
 
     number: int

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, Indices, prefix_sums
-from planner.cost.ledger import WHOLE_ROWS, Basis, Form, Ledger, Of, When, range_rows, rows_of, whole_rows
+from planner.cost.ledger import WHOLE_ROWS, Ledger, range_rows, rows_of, whole_rows
+from planner.cost.ledger_rows import Basis, Form, Of, When
 
 KEPT_PLACE, AS_ONE_PLACE = 0, 1
 """Places of `StageSums.moments_whole`."""

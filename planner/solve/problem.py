@@ -10,7 +10,7 @@ from functools import cached_property
 
 from planner.cost.hosts import Hosts, Placement, placed
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays
-from planner.cost.ledger import Basis
+from planner.cost.ledger_rows import Basis
 from planner.cost.messages import Carrier, carrier_of
 from planner.cost.parameter_ranges import ParameterRanges
 from planner.cost.time_ledger import EndFigures

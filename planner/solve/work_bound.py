@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.cost.layer_costs import Floats, prefix_sums
-from planner.cost.ledger import Counts, Form, Ledger, Of, rows_of
+from planner.cost.ledger import Ledger, rows_of
+from planner.cost.ledger_rows import Counts, Form, Of
 from planner.cost.stage_sums import after_layers, always_bytes, moment_bytes, own_bytes, pooled_bytes
 from planner.cost.time_ledger import layer_seconds
 from planner.cost.transfers import copied_shares

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from planner.cost.ledger import ROWS, Counts, Form, Of, RangeRow, Row, When, rows_of
+from planner.cost.ledger import ROWS, rows_of
+from planner.cost.ledger_rows import Counts, Form, Of, RangeRow, Row, When
 from planner.cost.stage_memory import stage_memory, stage_moments, together
 from planner.from_profile import make_problem
 from planner.kernel.least_overflow import least_bad

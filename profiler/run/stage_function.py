@@ -210,6 +210,7 @@ class StageFunction:
             values.update(zip(step.outputs, outputs, strict=True))
             if watched.positions:
                 watched.watch(outputs)
+            del outputs  # else it holds its memory while the next layers run
             if step.writes:
                 _take_writes(step.layer, values, current, written, statistics)
             for name in step.forget:

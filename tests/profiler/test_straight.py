@@ -119,10 +119,15 @@ def test_any_layers_do_the_same_written_out(names: list[str]) -> None:
     longest_alike(names)
 
 
-def test_no_value_lives_longer_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most bytes at a time where nothing is kept for a backward pass, as one by one."""
+@pytest.mark.parametrize("before", ["", "dropout"])
+def test_no_value_lives_longer_written_out(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most bytes at a time where nothing is kept for a backward pass, as one by one.
+
+    What a layer by itself made lived until the end of those that are written out after it.
+    """
     x = torch.ones(4096, WIDTH)
-    stage = Stage(trace(Steps(["tanh", "linear", "skip", "slices", "tanh", "buffer"] * 3), x))
+    names = [before] * bool(before) + ["tanh", "linear", "skip", "slices", "tanh", "buffer"] * 3
+    stage = Stage(trace(Steps(names), x))
     stage.train(x)
     assert stage.longest > 8
     most = []

@@ -204,7 +204,7 @@ class ScheduleRecord:
         """What the chunks of a rank hold at the moments at which they may need most memory together.
 
         >>> moments = SCHEDULES["interleaved"].moments(1, 8, Ring(2, 2))
-        >>> [(chunk, [one.flying for one in held]) for chunk, held in moments if held[0].kind == 1]
+        >>> [(chunk, [one.flying for one in held]) for chunk, held in moments if held[0].kind.name == "BACKWARD"]
         [(0, [3, 0]), (1, [2, 1])]
         """
         if ring.chunks == 1:

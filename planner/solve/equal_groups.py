@@ -143,9 +143,8 @@ def _on_groups(problem: Problem) -> tuple[Plan | None, float]:
     """
     replicas, limited = problem.settings.replicas, problem.settings.time_limit_s is not None
     several = [problem]
-    if replicas is not None and not (
-        replicas == 1 and limited
-    ):  # of one alone the others are the same with less memory
+    # with one replica the other groupings are the same devices with less memory: a limit of time is not theirs
+    if replicas is not None and (replicas > 1 or not limited):
         several = groupings(problem, replicas)
     deadline, unsettled = Deadline(problem.settings.time_limit_s), Unsettled()
     best: Plan | None = None

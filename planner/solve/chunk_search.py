@@ -89,10 +89,6 @@ def chunk_balance(
     """
     search = _Search((problem, *others), reached, start)
     found = search.found()
-    if found is not None and (nearer := search.nearer()):
-        again = _Search(nearer, None, None, last=True).found()
-        if again is not None and again.better_than(found):
-            found = replace(again, lower_bound_s=found.lower_bound_s)
     if found is None:
         if unsettled is not None:
             unsettled.note(search.least_s)
@@ -107,14 +103,18 @@ class _Search:
         problems: alike but for the number of chunks and the schedules.
         reached: the best plan of other schedules.
         start: a plan of another schedule.
-        last: whether nothing is searched once more.
+        until: a search that is part of another one ends with it, or when it would without a time limit.
     """
 
     def __init__(
-        self, problems: Sequence[Problem], reached: Balance | None, start: Balance | None, *, last: bool = False
+        self,
+        problems: Sequence[Problem],
+        reached: Balance | None,
+        start: Balance | None,
+        until: Deadline | None = None,
     ) -> None:
-        self._deadline = self._in_time = Deadline(problems[0].settings.time_limit_s)
-        self._timed = problems[0].settings.time_limit_s is not None
+        self._deadline = self._in_time = until or Deadline(problems[0].settings.time_limit_s)
+        self._timed = until is None and problems[0].settings.time_limit_s is not None
         self._dispensable = problems[0].dispensable
         self._best, self._below_s = reached, problems[0].below_s
         self._lower_s = np.inf if reached is None else reached.lower_bound_s
@@ -122,9 +122,10 @@ class _Search:
         self._bounds = WaitingBounds(np.inf if self._timed else MOST_WORK * self._patience)
         self._began_s = time.monotonic()
         self._climbs: dict[int, _Climbed] = {}
+        self._climbed_again: list[_Climbed] = []  # of the search for those like the best one
         self._first_plans = FirstPlans(self._deadline)
         self._best_plans: ChunkPlans | None = None
-        self._problems, self._last = problems, last
+        self._problems, self._last = problems, until is not None
         self._first: list[Candidate] = []  # of each R and M, over the most ranks
         self._in_segments = False  # whether there is a plan of which no search of cuts says what it takes
         self._queue: list[Waiting] = []  # those that were not searched yet, as a heap
@@ -156,13 +157,15 @@ class _Search:
         if self._timed:
             self._raise_bounds(Deadline(self._deadline.left_s * SHARE_OF_BOUNDS))
             self._search_cuts(np.inf)
-        self._raise_bounds(self._deadline)
-        self._lower_s = min([self._lower_s, *(entry.bound_s for entry in (*self._queue, *self._searched))])
+        else:
+            self._raise_bounds(self._deadline)
         self._try_fewer_ranks()
-        if not self.nearer():
-            self._go_over_the_best()
-        self._use_what_is_left()
-        return None if self._best is None else replace(self._best, lower_bound_s=self._lower_s)
+        self._search_those_like_the_best()
+        if self._timed:
+            self._raise_bounds(Deadline(self._deadline.left_s * SHARE_OF_BOUNDS))
+            self._try_cuts_near_the_best()
+            self._raise_bounds(self._deadline)
+        return None if self._best is None else replace(self._best, lower_bound_s=self.least_s)
 
     def _try_first_plans(self, entries: Sequence[Waiting]) -> None:
         """Search the cuts of those with the fastest first plans; of all that wait these say what they may take."""
@@ -277,15 +280,26 @@ class _Search:
         self._queue = [entry for entry in every if entry.position not in self._climbs]
         heapq.heapify(self._queue)
 
-    def nearer(self) -> list[Problem]:
-        """The problems with the M of the best plan and no more ranks, if that is not what they are; only small ones.
+    def _search_those_like_the_best(self) -> None:
+        """What is found of a candidate depends on others: on how good its bound is then, and what is below which plan.
 
-        What is found of a candidate depends on others: on how good its bound is when its cuts are searched, and what is
-        below which plan. So those like the one that is chosen are searched once more, and no restriction to these has
-        a better plan. Where time is limited it goes to cuts near those that were found.
+        So those like the one that is chosen are searched once more, and no restriction to these has a better plan; or,
+        where all are like it, its own cuts from its best bound.
         """
+        nearer = self._nearer()
+        if not nearer:
+            self._go_over_the_best()
+            return
+        search = _Search(nearer, None, None, self._deadline)
+        found = search.found()
+        if found is not None and found.better_than(self._best):
+            self._best, self._best_plans = found, search._best_plans
+        self._climbed_again = [*search._climbs.values()]
+
+    def _nearer(self) -> list[Problem]:
+        """The problems with the M of the best plan and no more ranks, if that is not what they are; only small ones."""
         plans = self._best_plans
-        if plans is None or self._last or self._timed or self._over:
+        if plans is None or self._last or self._over:
             return []
         best = plans.candidate
         few = best.ring.stages * best.split.count <= FEW_TO_SEARCH_AGAIN
@@ -305,8 +319,8 @@ class _Search:
 
     @property
     def least_s(self) -> float:
-        """What no plan is below that the search did not come to, once it has ended."""
-        return self._lower_s
+        """What no plan is below, as far as the search came."""
+        return min([self._lower_s, *(entry.bound_s for entry in (*self._queue, *self._searched))])
 
     @property
     def _over(self) -> bool:
@@ -440,7 +454,7 @@ class _Search:
         was 4 % longer.
         """
         plans = self._best_plans
-        if plans is None or plans.ring.chunks == 1 or plans.tries_all or self._lower_s >= self._reached_s:
+        if plans is None or plans.ring.chunks == 1 or plans.tries_all or self.least_s >= self._reached_s:
             return
         if self._over or (self._spent and plans.stages > limits.STAGES_OF_WORK):
             return
@@ -450,10 +464,11 @@ class _Search:
         for choice in () if climb.tries_all_cuts else climb.found(self._reached_s)[0]:
             self._note(plans, choice)
 
-    def _use_what_is_left(self) -> None:
-        """Try cuts near the best ones as long as there is time, where there is a limit of it and a gap."""
-        for climbed in sorted(self._climbs.values(), key=lambda one: one.plans is not self._best_plans):
-            if not self._timed or self._over or self._best is None or self._lower_s >= self._reached_s * (1 - TIE):
+    def _try_cuts_near_the_best(self) -> None:
+        """As long as there is time and a gap."""
+        climbs = [*self._climbs.values(), *self._climbed_again]
+        for climbed in sorted(climbs, key=lambda one: one.plans is not self._best_plans):
+            if self._over or self._best is None or self.least_s >= self._reached_s * (1 - TIE):
                 return
             if not climbed.climb.tries_all_cuts and climbed.least_s < self._reached_s:
                 self._note(climbed.plans, climbed.climb.kicked_until_over())

@@ -344,18 +344,26 @@ class CutBound:
         self._paths.append(path)
         return length_s, True
 
+    def _longest_s(self, path: Floats) -> float:
+        """A path is no longer than that, wherever the cuts are."""
+        copied_s = (self._ends - self._begins).max(axis=1) * (self._stages - 1)
+        of_messages = path[self._kinds :].sum(axis=1) @ self._messages.max(axis=1)
+        return float(path[: self._kinds].max(axis=1) @ (self._sums[:, -1] + copied_s) + of_messages)
+
     def _note_first(self) -> None:
         """Paths that are known before any cuts are: of any order, or of equal stages."""
         if self._any_order:
-            self._paths = _paths_of_any_order(self._plans.ring, self._shares, self._send_shares)
+            self._paths = _paths_of_ranks(self._plans.ring, self._shares, self._send_shares)
+            of_links = _paths_of_links(self._plans.ring, self._shares, self._send_shares)
+            self._paths += [path for path in of_links if self._longest_s(path) + self._end_s > self.step_s]
             return
         even = np.zeros((self._kinds + 2, self._stages))
         even[: self._kinds] = self._sums[:, -1:] / self._stages
         self._note_path(even)
 
 
-def _paths_of_any_order(ring: Ring, shares: Floats, send_shares: Floats) -> list[Floats]:
-    """Paths that there are in any order of passes, see `planner.kernel.any_order`: two of each rank."""
+def _paths_of_ranks(ring: Ring, shares: Floats, send_shares: Floats) -> list[Floats]:
+    """Paths that there are in any order of passes, see `planner.kernel.any_order`: 1, two of each rank."""
     forward, backward, weights, outputs, gradients = range(5)
     totals, last, paths = shares.sum(axis=1), shares[:, -1], []
     for rank in range(ring.ranks):
@@ -370,6 +378,29 @@ def _paths_of_any_order(ring: Ring, shares: Floats, send_shares: Floats) -> list
         path[weights, 0] += last[weights]
         paths += [own, path]
     return paths
+
+
+def _paths_of_links(ring: Ring, shares: Floats, send_shares: Floats) -> list[Floats]:
+    """The same, 5: of each stage's messages, and of all that go over one link."""
+    forward, backward, weights, outputs, gradients = range(5)
+    end = 4 * ring.stages - 1
+    way = np.zeros((end + 1, 5, ring.stages))  # to the end and back: passes and messages
+    links: dict[tuple[int, int], list[int]] = {}
+    for stage in range(ring.stages):
+        way[2 * stage, forward, stage] = way[end - 2 * stage - 1, backward, stage] = 1.0
+        if stage < ring.stages - 1 and not ring.is_turn(stage):
+            way[2 * stage + 1, outputs, stage] = way[end - 2 * stage - 2, gradients, stage] = 1.0
+            for sender, place in ((stage, 2 * stage + 1), (stage + 1, end - 2 * stage - 2)):
+                link = ring.rank_of(sender), ring.direction(sender, forward=sender == stage)
+                links.setdefault(link, []).append(place)
+    way[end, weights, 0] = 1.0
+    all_shares = np.concatenate((shares, send_shares))
+    first, last, every = (way * some[:, None] for some in (all_shares[:, 0], all_shares[:, -1], all_shares.sum(axis=1)))
+    own = [[place] for places in links.values() for place in places]
+    return [
+        first[: min(places)].sum(axis=0) + every[places].sum(axis=0) + last[max(places) + 1 :].sum(axis=0)
+        for places in (*own, *(places for places in links.values() if len(places) > 1))
+    ]
 
 
 def _are_free(free: NDArray[np.bool_], ends: tuple[int, ...]) -> bool:

@@ -111,7 +111,7 @@ def build_layer(
     _place_sources(draft, nodes, root)
     written = _write_copies(draft, nodes, facts)
     draws = _place_nodes(draft, nodes, facts)
-    results = {node.name: _without_gaps(draft, node, facts) for node in leaving}
+    results = {node.name: _as_sent(draft, node, facts) for node in leaving}
     for node in leaving:
         if facts[node].storage in written_later:
             results[node.name] = draft.graph.call_function(no_view, (results[node.name],))
@@ -234,12 +234,30 @@ def _write_copies(
     return written
 
 
-def _without_gaps(draft: _Draft, node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> fx.Node:
-    """The value as it leaves the layer: one that does not fill its memory is copied, as sending it would."""
-    copy = draft.copies[node]
-    if not facts[node].is_tensor or facts[node].dim_order is not None:
+def _as_sent(draft: _Draft, node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -> fx.Node:
+    """The value as it leaves the layer: in memory as it would be after sending it, without gaps and in its order.
+
+    Operations may give their results another order than their fake kernels: batch normalization of a transposed
+    sequence does. Later ones give other bits then, so each cut would have its own.
+    """
+    copy, order = draft.copies[node], facts[node].dim_order
+    if not facts[node].is_tensor:
         return copy
-    return draft.graph.call_method("contiguous", (copy,))
+    if order is None or order == tuple(range(len(order))):
+        return draft.graph.call_method("contiguous", (copy,))
+    return draft.graph.call_function(in_order, (copy, order))
+
+
+def in_order(value: Tensor, order: Sequence[int]) -> Tensor:
+    """The value with its dimensions in that order in memory, from the outermost to the innermost: itself if they are.
+
+    >>> in_order(torch.zeros(2, 3, 4), (0, 2, 1)).stride()
+    (12, 1, 3)
+    """
+    there = value.permute(*order)
+    if there.is_contiguous():
+        return value
+    return there.contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 def _views(
@@ -247,7 +265,7 @@ def _views(
 ) -> tuple[tuple[str, str], ...]:
     """Pairs of a value that leaves and one that was read, in the same memory.
 
-    Also where `_without_gaps` copies the first: for a micro-batch of one sample there may be no gap to copy for.
+    Also where `_as_sent` copies the first: for a micro-batch of one sample there may be no gap to copy for.
     """
     return tuple(
         (node.name, source.name)

@@ -20,6 +20,7 @@ from planner.cost.layer_costs import CostModel
 from planner.plan.schedules import SCHEDULES, ScheduleName
 from profiler import Cluster, LayerSequence, profile, trace
 from tests.executor.conftest import _plan as plan_for
+from tests.executor.messages_in_order import messages_in_order
 from tests.executor.random_orders import orders_for
 from tests.executor.same_result import random_segments
 from tests.models.random_called import AroundCalled, loss_around
@@ -203,7 +204,8 @@ class Subject:
             value.copy_(self._buffers[name])
         with mock.patch.object(executor.pipeline, "traced_as_planned", lambda model, plan: self.sequence):
             pipe = Pipeline(self.model, case.plan(self.sequence), loss_fn=self.loss_fn)
-        loss = pipe.step(*sample(case.batch_size), target=target_of(case.batch_size))
+        with messages_in_order():
+            loss = pipe.step(*sample(case.batch_size), target=target_of(case.batch_size))
         return Trained(
             loss.item(),
             {name: parameter.grad for name, parameter in pipe.named_parameters()},

@@ -234,6 +234,13 @@ def _rows(read: list[Tensor], held: Held, extents: Shape) -> list[Tensor]:
     return [(functional.linear(rows, held(0, width, width)) + torch.tanh(rows)).view(-1, *_rest(value))]
 
 
+def _batch_norm(read: list[Tensor], held: Held, extents: Shape) -> list[Tensor]:
+    """Over a transposed sequence: torch's kernel gives it another order in memory than its fake one says."""
+    if read[0].shape[1] == 1:
+        raise ValueError("one value of one sample has no deviation")
+    return [functional.batch_norm(read[0].transpose(1, 2), None, None, training=True).transpose(1, 2)]
+
+
 def _norm(read: list[Tensor], held: Held, extents: Shape) -> list[Tensor]:
     width = read[0].shape[-1]
     return [functional.layer_norm(read[0], (width,), held(0, width) + 1.0, held(1, width))]
@@ -246,6 +253,9 @@ OPERATIONS: dict[str, Step] = {
         functional.linear(r[0], held(0, r[0].shape[-1], r[0].shape[-1]), held(1, r[0].shape[-1]))
     ],
     "norm": _norm,
+    "batch_norm": _batch_norm,
+    "log_sigmoid": lambda r, held, e: [functional.logsigmoid(r[0].transpose(1, 2))],
+    "deviation": lambda r, held, e: [r[0] / (r[0].std(1, keepdim=True, correction=0) + 0.5)],
     "tanh": lambda r, held, e: [torch.tanh(r[0])],
     "relu": lambda r, held, e: [torch.relu(r[0])],
     "scale": lambda r, held, e: [r[0] * 0.7],

@@ -45,7 +45,7 @@ from executor.checkpoints.reading import (
     take_over,
 )
 from executor.checkpoints.saved import Stateful
-from executor.checkpoints.together import failures_named, is_first, of_the_first, wait_for_all
+from executor.checkpoints.together import TensorWriter, failures_named, is_first, of_the_first, wait_for_all
 from executor.checkpoints.writing import complete, tensors_of
 from executor.pipeline import Pipeline
 from executor.watch.position import Phase
@@ -102,7 +102,9 @@ def save_checkpoint(
             with failures_named(draft):
                 with warnings.catch_warnings(action="ignore"):  # torch warns of its own use of itself
                     dcp.save(  # type: ignore[attr-defined]
-                        tensors_of(pipe, optimizers), checkpoint_id=draft, no_dist=not dist.is_initialized()
+                        tensors_of(pipe, optimizers),
+                        storage_writer=TensorWriter(draft),
+                        no_dist=not dist.is_initialized(),
                     )
                 complete(draft, pipe, optimizers, also or {})
                 if begun is not None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from executor.checkpoints.manifest import reason_of
 from profiler.errors import ExecutionError
@@ -68,6 +70,31 @@ def failures_named(place: Path) -> Iterator[None]:
             where = "" if at == rank() else f" on rank {at}"
             raise ExecutionError(_failure(place, cause, where)) from problem
         raise ExecutionError(f"cannot write {place}: {reason_of(problem)}") from problem
+
+
+@contextmanager
+def disk_named() -> Iterator[None]:
+    """Raise what the file system said where torch hides it behind positions in a file ("unexpected pos 704 vs 598").
+
+    Other ranks are told of an exception without what it was raised while handling.
+    """
+    handled = sys.exception()
+    try:
+        yield
+    except RuntimeError as problem:
+        for cause in _chain(problem, handled):
+            if isinstance(cause, OSError):
+                raise cause from problem
+        raise
+
+
+class TensorWriter(FileSystemWriter):
+    """Torch's, which fails with what the file system says."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """What it does."""
+        with disk_named():
+            return super().write_data(plan, planner)
 
 
 def _chain(problem: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:

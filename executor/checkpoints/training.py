@@ -22,6 +22,7 @@ from executor.checkpoints.manifest import (
     unreadable,
 )
 from executor.checkpoints.optimizers import Optimizers
+from executor.checkpoints.together import disk_named
 from profiler.errors import ExecutionError
 from profiler.machine.backend import HOST
 from profiler.text import counted
@@ -71,7 +72,8 @@ class Training:
     def save(self, checkpoint: Path) -> None:
         """Write it, into a checkpoint that is not whole yet."""
         with (checkpoint / TRAINING).open("wb") as file:
-            torch.save(asdict(self), file)
+            with disk_named():
+                torch.save(asdict(self), file)
             file.flush()
             os.fsync(file.fileno())
 

@@ -17,13 +17,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import functional
 
+from executor import Pipeline
 from executor.checkpoint import load_checkpoint, save_checkpoint
 from executor.checkpoints import lock as checkpoint_lock
 from executor.checkpoints.manifest import Manifest
 from executor.checkpoints.together import failures_named
 from planner import ArgumentError, ExecutionError, Plan
+from profiler import trace
 from tests.executor.rich_training import Training, plans_of, same
 
 HOLDER = """
@@ -294,6 +298,26 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_no_draft(plan: Plan, t
     training.save(tmp_path)
     assert training.load(tmp_path) == 1
     assert same(training.state(), state)
+
+
+def test_where_there_is_no_room_for_large_tensors_the_error_says_so(
+    plan_for: Callable[..., Plan], tmp_path: Path
+) -> None:
+    """Torch spoke of positions in a file: "unexpected pos 704 vs 598"."""
+    x = torch.ones(2, 64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    plan = plan_for(trace(model, x), [1], batch_size=2, micro_batches=1)
+    pipe = Pipeline(model, plan, loss_fn=functional.mse_loss, compare_first_step=False)
+    large, refused = nn.Linear(64, 100), 0
+    sizes = range(100, 70_000, 2_000)  # the tensors have 33 kB, and what is kept in addition 26 kB
+    for size_bytes in sizes:
+        try:
+            with room_for_files_of(size_bytes):
+                save_checkpoint(tmp_path / str(size_bytes), pipe, also={"large": large})
+        except ExecutionError as problem:
+            refused += 1
+            assert "File too large; make room, or keep fewer checkpoints" in str(problem)
+    assert 0 < refused < len(sizes)
 
 
 def test_a_folder_that_goes_while_it_is_saved_into(plan: Plan, tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ from planner.cost.layer_costs import CostModel, Floats
 from planner.measured_ratios import PassRatios
 from planner.plan.plan import Plan
 from planner.plan.prediction import Doubt
-from planner.plan.stage import Stage
+from planner.plan.schedules import SCHEDULES, ScheduleName
+from planner.plan.stage import Stage, StageMemory
 from planner.scaled import scaled_plan, simulated_step_s
 from profiler.datasheets import ERROR
 from profiler.device import Link
@@ -63,6 +64,8 @@ LESS_MEMORY = 0.05
 """Peaks lay at 0.955 to 1.000 of the prediction [measured]."""
 LESS_MEMORY_OF_PARTS = 0.25
 """With chunks, a split backward pass or main gradients, whose moments are counted together: 0.76 to 0.99 [measured]."""
+OF_MESSAGES = 0.5
+"""Of messages, which count as if all were there at the peak: much of a model of a few MB [measured]."""
 
 
 def with_doubt(plan: Plan, costs: CostModel, links: Sequence[Link]) -> Plan:
@@ -78,15 +81,26 @@ def with_doubt(plan: Plan, costs: CostModel, links: Sequence[Link]) -> Plan:
     overhead_s = plan.M * OVERHEAD_S * (plan.K // plan.ranks)
     in_parts = plan.chunks > 1 or any(times.weight_s for stage in plan.stages for times in stage.times)
     loose = in_parts or recipe_of(plan.sample.precision) is not None
+    not_there = max(_not_there(one, plan.schedule) for one in plan.device_memories)
     found = Doubt(
         step_less=min(1.0, off),
         step_more=min(MOST_RELATIVE, off + overhead_s / prediction.step_s),
-        memory_less=LESS_MEMORY_OF_PARTS if loose else LESS_MEMORY,
+        memory_less=max(LESS_MEMORY_OF_PARTS if loose else LESS_MEMORY, not_there),
         memory_more=0.0,
         slowdown=max(costs.slowdown(device.kind) for stage in plan.stages for device in stage.devices),
         link_error=_off_the_line(links) if plan.K > 1 or plan.replicas > 1 else 0.0,
     )
     return plan.model_copy(update={"prediction": prediction.model_copy(update={"doubt": found})})
+
+
+def _not_there(memory: StageMemory, schedule: ScheduleName) -> float:
+    """The share of a rank's tensors that may not be there at its peak, though it counts.
+
+    With all micro-batches in flight at once that is before the first backward pass, which makes the gradients, unless
+    they were set to zero and kept.
+    """
+    counted = OF_MESSAGES * memory.receive_buffers + SCHEDULES[schedule].keeps_all * memory.gradients
+    return counted / max(1, memory.total - memory.reserve)
 
 
 def _longer(plan: Plan, costs: CostModel, links: Sequence[Link]) -> Plan:

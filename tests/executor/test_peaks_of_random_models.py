@@ -22,6 +22,7 @@ from profiler.machine.local import local_devices
 WIDTH, WORDS, BATCH, RANKS = 64, 1000, 24, 2
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb", 1), ("zb-v", 2))
 OVER = 0.01
+SELDOM = 1 / 6  # of 72 peaks of the first three models 5 lie further under their plans than these say
 
 
 class Straight(nn.Module):
@@ -135,7 +136,7 @@ def peaks(first: Plan, plans: Sequence[Plan], model: nn.Module, ids: Tensor) -> 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_rank_holds_more_than_its_plan_says(seed: int) -> None:
+def test_no_rank_holds_more_than_its_plan_says_nor_often_much_less(seed: int) -> None:
     """`zb` held up to 9 % more of a model with transposed convolutions."""
     chance = random.Random(seed)
     torch.manual_seed(seed)
@@ -150,3 +151,6 @@ def test_no_rank_holds_more_than_its_plan_says(seed: int) -> None:
     over = table[table["ratio"] > 1 + OVER]
     assert len(table) == RANKS * len(plans)
     assert over.empty, f"\n{over.to_string()}"
+    least = [1 - doubt.memory_less for plan in plans if (doubt := plan.prediction.doubt) is not None]
+    outside = table[table["ratio"] < [least[number] for number in table["plan"]]]
+    assert len(outside) <= SELDOM * len(table), f"\n{outside.to_string()}"

@@ -101,6 +101,20 @@ def test_moments_that_are_counted_together_leave_more_room() -> None:
     assert doubt_of(profile_with(), schedule="zb").memory_less == LESS_MEMORY_OF_PARTS
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_what_may_not_be_there_at_a_peak_leaves_more_room(schedule: str) -> None:
+    """Half of the messages; and where all micro-batches are in flight at once, the gradients that come after that."""
+    plan = plan_of(profile_with(message=40), schedule=schedule)
+    assert plan.prediction.doubt is not None
+    gradients = schedule == "gpipe"
+    shares = [
+        (one.receive_buffers / 2 + gradients * one.gradients) / (one.total - one.reserve)
+        for one in plan.device_memories
+    ]
+    assert plan.prediction.doubt.memory_less == pytest.approx(max(shares))
+    assert max(shares) > LESS_MEMORY
+
+
 def test_the_report_says_it_and_asks_for_a_quiet_hour() -> None:
     calm, busy = str(plan_of(profile_with())), str(plan_of(profile_with(slowdown=0.45)))
     assert "in doubt: step " in calm

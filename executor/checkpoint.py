@@ -35,7 +35,7 @@ import torch.distributed.checkpoint as dcp
 
 from executor.checkpoints.folder import CheckpointFolder, checkpoint_at
 from executor.checkpoints.manifest import Manifest
-from executor.checkpoints.optimizers import Optimizers, optimizers_of, refuse_beside
+from executor.checkpoints.optimizers import Optimizers, optimizers_of, refuse_beside, refuse_sparse_state
 from executor.checkpoints.reading import (
     change_by,
     checked_training,
@@ -84,7 +84,8 @@ def save_checkpoint(
         The checkpoint.
 
     Raises:
-        ArgumentError: `keep` is no number of checkpoints, or an argument is of another type.
+        ArgumentError: `keep` is no number of checkpoints, or an argument is of another type, or the optimizer keeps a
+            sparse tensor.
         ExecutionError: another run saves into the folder, or nothing can be written there, or another process failed;
             `latest` is what it was, and nothing half written is left.
     """
@@ -93,6 +94,8 @@ def save_checkpoint(
     home, optimizers = _checked(folder, pipe, optimizer)
     with pipe.watch.call(Phase.SAVE, {"the call": "save_checkpoint", "the folder": str(home)}):
         refuse_beside(also or {}, set(pipe.parameters()), "pass all optimizers as a list, optimizer=[first, second]")
+        if optimizers is not None:
+            refuse_sparse_state(optimizers, pipe.stepped_parameters())
         checkpoints = CheckpointFolder(home, pipe.run)
         with failures_named(home):
             begun = checkpoints.begin(pipe.steps) if is_first() else None

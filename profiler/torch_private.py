@@ -308,6 +308,13 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def calls_its_children(module: nn.Module) -> bool:
+    """Whether it is an `nn.Sequential` that calls its children one after the other, and does nothing else."""
+    if not isinstance(module, nn.Sequential) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return getattr(module.forward, "__func__", None) is nn.Sequential.forward
+
+
 def has_backward_hooks_of_all_modules() -> bool:
     """Whether `register_module_full_backward_hook` and its like have registered any."""
     return bool(module_file._global_backward_hooks or module_file._global_backward_pre_hooks)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from executor.checkpoints.saved import Stateful
 from profiler.errors import ArgumentError
@@ -108,3 +108,25 @@ def refuse_beside(also: Mapping[str, Stateful], parameters: set[nn.Parameter], d
                 f"also holds the optimizer {name!r} of parameters of the pipeline, and what is in `also` is kept once "
                 f"for all processes; {do}"
             )
+
+
+def refuse_sparse_state(optimizers: Optimizers, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """See that no optimizer keeps a sparse tensor, such as SGD's momentum of a sparse embedding.
+
+    Made dense it adds up in another order, so training would not go on in every bit.
+
+    Args:
+        optimizers: whose state is to be saved.
+        parameters: of this process, by name.
+
+    Raises:
+        ArgumentError: one does.
+    """
+    for name, parameter in parameters:
+        for entry, value in optimizers.state_of(parameter).items():
+            if isinstance(value, Tensor) and value.layout != torch.strided:
+                raise ArgumentError(
+                    f"the optimizer keeps {entry!r} of {name!r} as a sparse tensor, which a checkpoint cannot hold; "
+                    "make its gradient dense (nn.Embedding(..., sparse=False)), or step it without momentum, in a "
+                    "group of its own"
+                )

@@ -156,10 +156,23 @@ def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | 
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and given > most:
         raise ArgumentError(f"--sequence is {given}, and max_position_embeddings of {named} is {most}; --set it, too")
-    with torch.device("meta"):
-        model = build(config).to(getattr(torch, dtype)).train()
-        tokens = torch.zeros(SAMPLE_ROWS, given, dtype=torch.int64)
+    if given < 1:
+        raise ArgumentError(f"max_position_embeddings of {named} is {most}, so no sample has a token; set 1 or more")
+    try:
+        with torch.device("meta"):
+            model = build(config).to(getattr(torch, dtype)).train()
+            tokens = torch.zeros(SAMPLE_ROWS, given, dtype=torch.int64)
+    except Exception as problem:
+        raise ArgumentError(
+            f"transformers builds no model of {named}{_changed(changes)} ({type(problem).__name__}: {problem}); "
+            f"change {'these values' if changes else 'its values with --set'}"
+        ) from problem
     return Built(model, {"input_ids": tokens, "labels": tokens})
+
+
+def _changed(changes: Mapping[str, Any]) -> str:
+    """The changes of a configuration as they were given."""
+    return " with" * bool(changes) + "".join(f" --set {name}={value}" for name, value in changes.items())
 
 
 def _configuration(named: str, changes: Mapping[str, Any]) -> Any:
@@ -194,7 +207,9 @@ def _configuration(named: str, changes: Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(kind, **{**values, **changed, "use_cache": False})
     except Exception as problem:
-        raise ArgumentError(f"{named} is no configuration that transformers takes: {problem}") from problem
+        raise ArgumentError(
+            f"{named}{_changed(changes)} is no configuration that transformers takes: {problem}"
+        ) from problem
 
 
 def _value(text: int | str, like: Any) -> Any:

@@ -1,8 +1,8 @@
 """For DeepSpeed: the `parts` of a `PipelineModule`, the bounds of its stages among its layers, and its configuration.
 
 DeepSpeed balances by itself, by parameters or by class; other bounds take a subclass of three lines, which `text` has.
-Its layers are the children of an `nn.Sequential`; of another model the blocks of its lists and what stands next to
-them, which its user writes as such a list.
+Its layers are the children of an `nn.Sequential` that only calls them, each once; of another model the blocks of its
+lists and what stands next to them, which its user writes as such a list.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from torch import nn
-
-from planner.export.refusing import apart
+from planner.export.refusing import apart, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
-from planner.export.units import block_paths, child_paths
+from planner.export.units import block_paths, calls_each_child_once, child_paths
 from planner.plan.schedules import schedules_of
 from profiler.precision import precision_named, recipe_of
 
@@ -38,7 +36,13 @@ module = PlannedModule(
 
 
 def _make(request: Request) -> Made:
-    plan, stages = request.plan, request.unit_paths
+    plan, stages, notes = request.plan, request.unit_paths, []
+    if not calls_each_child_once(request.model):
+        stages = tuple(tuple(path for path in paths if path in request.sequence.calls) for paths in stages)
+        notes.append(
+            "PipelineModule calls layers one after the other: what the model does between these modules must become "
+            "part of them."
+        )
     parts = [0, *accumulate(len(paths) for paths in stages)]
     config: dict[str, Any] = {
         "train_batch_size": plan.batch_size,
@@ -57,12 +61,6 @@ def _make(request: Request) -> Made:
         "activation_checkpoint_interval": int(request.recomputes),
         "config": config,
     }
-    notes = []
-    if not isinstance(request.model, nn.Sequential):
-        notes.append(
-            "PipelineModule calls layers one after the other: what the model does between these modules must become "
-            "part of them."
-        )
     for name in apart(plan, request.sequence):
         notes.append(f"{name} is shared by stages: give the layers that use it as TiedLayerSpec.")
     text = _SCRIPT.format(
@@ -94,6 +92,11 @@ def _target(otherwise: Target | None = None, **differences: Any) -> Target:
 TARGET = _target(
     unit_paths=child_paths,
     between="children of the nn.Sequential",
-    suits=lambda plan, model: isinstance(model, nn.Sequential),
-    otherwise=_target(unit_paths=block_paths, between="blocks and the modules next to them", tensors_between=1),
+    suits=lambda plan, model: calls_each_child_once(model),
+    otherwise=_target(
+        unit_paths=block_paths,
+        between="blocks and the modules next to them",
+        tensors_between=1,
+        check=lambda request: refuse_other_calls(request, "DeepSpeed", request.all_units),
+    ),
 )

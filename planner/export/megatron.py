@@ -13,7 +13,7 @@ from itertools import groupby
 
 from torch import nn
 
-from planner.export.refusing import OURS
+from planner.export.refusing import OURS, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import Units, block_paths, owners
 from planner.plan.schedules import schedules_of
@@ -119,6 +119,7 @@ def _check(request: Request) -> None:
             f"{len(classes)}: {', '.join(classes)}; keep nothing but blocks in it, or export to "
             "torch.distributed.pipelining, which takes any model"
         )
+    refuse_other_calls(request, "Megatron-LM", blocks)
     _ties_embedding(request)
     if plan.chunks > 1 and plan.M % plan.ranks:
         raise InfeasibleError(

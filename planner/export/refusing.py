@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
-from planner.export.target import Target
+from torch import nn
+
+from planner.export.target import Request, Target
 from planner.plan.plan import Plan
 from profiler.errors import InfeasibleError
 from profiler.tracing.sequence import LayerSequence
@@ -97,6 +100,26 @@ def apart(plan: Plan, sequence: LayerSequence) -> dict[str, list[int]]:
         if len(ranks) > 1:
             found[name] = ranks
     return found
+
+
+def refuse_other_calls(request: Request, engine: str, paths: Iterable[str]) -> None:
+    """Refuse a model that calls one of these modules more than once, or one that has parameters not at all.
+
+    Raises:
+        InfeasibleError: naming the module by all its names, and its calls.
+    """
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in request.model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    for module in map(request.model.get_submodule, paths):
+        calls = sum(request.sequence.calls.get(name, 0) for name in names[module])
+        if calls > 1 or (not calls and any(True for _ in module.parameters())):
+            known = " and ".join(map(repr, names[module])) + ", one module," * (len(names[module]) > 1)
+            raise InfeasibleError(
+                f"this model calls {known} {f'{calls} times' if calls else 'never'}, and {engine} counts on one call "
+                f"of each module; {'give each call a module of its own' if calls else 'take it out'} and plan again, "
+                f"or {OURS}"
+            )
 
 
 def _first(names: list[str]) -> str:

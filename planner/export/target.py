@@ -56,6 +56,18 @@ class Request:
         return self.units.of_stages(self.stops)
 
     @property
+    def all_units(self) -> tuple[str, ...]:
+        """The units of the model."""
+        assert self.units is not None
+        return self.units.paths
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Those of them that are blocks of a list."""
+        assert self.units is not None
+        return tuple(path for paths in self.units.blocks.values() for path in paths)
+
+    @property
     def micro_batch_size(self) -> int:
         """Samples of each micro-batch."""
         return self.plan.micro_batch_sizes[0]

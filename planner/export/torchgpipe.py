@@ -4,9 +4,9 @@
     pipeline = GPipe(made.module, **made.value)
     loss = loss_fn(pipeline(x), y)                # of the whole mini-batch
 
-An `nn.Sequential` stays as it is, and `balance` counts its children; cuts inside a child move to its border. Of any
-other model, `made.module` is an `nn.Sequential` of its stages (`planner.export.stage_module`), with the plan's own cuts
-and recompute, and `balance` is 1 for each.
+An `nn.Sequential` that only calls its children, each once, stays as it is, and `balance` counts them; cuts inside a
+child move to its border. Of any other model, `made.module` is an `nn.Sequential` of its stages
+(`planner.export.stage_module`), with the plan's own cuts and recompute, and `balance` is 1 for each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from planner.export.stage_module import StageModule, check_outputs
 from planner.export.target import Made, Recompute, Request, Target
-from planner.export.units import child_paths
+from planner.export.units import calls_each_child_once, child_paths
 from planner.plan.schedules import schedules_of
 from profiler.errors import InfeasibleError
 from profiler.sample_spec import TensorLeaf
@@ -89,7 +89,7 @@ TARGET = Target(
     recompute=Recompute.STAGES,
     defers_statistics=True,
     one_process=True,
-    suits=lambda plan, model: isinstance(model, nn.Sequential) and plan.sample.autocast is None,
+    suits=lambda plan, model: calls_each_child_once(model) and plan.sample.autocast is None,
     otherwise=Target(
         name="torchgpipe",
         engine="torchgpipe",

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from planner.export.refusing import refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.torch_pipelining import passes_of
 from planner.export.units import listed_paths
@@ -57,6 +58,12 @@ def _make(request: Request) -> Made:
     return Made(value, files["torchtitan.toml"], files, tuple(notes))
 
 
+def _check(request: Request) -> None:
+    """Its split renumbers lists, and gives each module to one part; what the model never calls matters in lists."""
+    called = [path for path in request.all_units if path in request.sequence.calls]
+    refuse_other_calls(request, "torchtitan", [*called, *request.blocks])
+
+
 def _toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Tables of strings, whole numbers, and lists of lists of strings, which TOML writes as JSON does."""
     return "\n".join(
@@ -75,4 +82,5 @@ TARGET = Target(
     tensors_between=1,
     recompute=Recompute.BLOCKS,
     averages_replicas=True,
+    check=_check,
 )

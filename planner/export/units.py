@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from torch import nn
 
+from profiler.torch_private import calls_its_children
 from profiler.tracing.sequence import LayerSequence
 
 UnitPaths: TypeAlias = Callable[[nn.Module], tuple[str, ...]]
@@ -25,7 +26,17 @@ UnitPaths: TypeAlias = Callable[[nn.Module], tuple[str, ...]]
 
 def child_paths(model: nn.Module) -> tuple[str, ...]:
     """The model's children: `"0"`, `"1"`, ... of an `nn.Sequential`."""
-    return tuple(name for name, _ in model.named_children())
+    return tuple(name for name, _ in _children(model))
+
+
+def calls_each_child_once(model: nn.Module) -> bool:
+    """Whether it is an `nn.Sequential` of as many modules, and calls them one after the other."""
+    return calls_its_children(model) and len({*model.children()}) == len(_children(model))
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and children; one that is there under several names is under each of them."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def listed_paths(model: nn.Module) -> tuple[str, ...]:
@@ -34,9 +45,9 @@ def listed_paths(model: nn.Module) -> tuple[str, ...]:
 
 
 def _listed(model: nn.Module) -> Iterator[str]:
-    for name, child in model.named_children():
+    for name, child in _children(model):
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from (f"{name}.{inner}" for inner, _ in child.named_children())
+            yield from (f"{name}.{inner}" for inner, _ in _children(child))
         else:
             yield name
 
@@ -51,7 +62,7 @@ def block_paths(model: nn.Module) -> tuple[str, ...]:
 
 
 def _blocks(module: nn.Module, prefix: str, *, is_list: bool) -> Iterator[str]:
-    for name, child in module.named_children():
+    for name, child in _children(module):
         path = f"{prefix}{name}"
         inner_list = _is_list(child)
         if not is_list and any(True for _ in child.children()) and (inner_list or _holds_list(child)):
@@ -72,10 +83,10 @@ def _named_blocks(module: nn.Module) -> list[str]:
     An `nn.Sequential` may hold a whole model, so there they are the members of the class that most are of, in a row;
     none if two classes are as frequent, or others lie between.
     """
-    names = [name for name, _ in module.named_children()]
+    names = [name for name, _ in _children(module)]
     if not isinstance(module, nn.Sequential):
         return [name for name in names if name.isdecimal()]
-    classes = [type(child) for child in module.children()]
+    classes = [type(child) for _, child in _children(module)]
     (most, count), *others = Counter(classes).most_common(2)
     first = classes.index(most)
     is_run = all(fewer < count for _, fewer in others) and classes[first : first + count] == [most] * count

@@ -12,6 +12,7 @@ import inspect
 import io
 import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -478,3 +479,16 @@ def module_stack(node: fx.Node) -> tuple[str, ...]:
     """Paths of the modules that the operation comes from, outermost first; of a shared module its first path."""
     stack = node.meta.get("nn_module_stack") or {}
     return tuple(str(path) for path, _ in stack.values())
+
+
+def module_calls(root: fx.GraphModule) -> dict[str, int]:
+    """Path of a module -> how often it is called, by the operations of a graph and its regions.
+
+    Each call but the first has a number in its key: `L__self__block`, `L__self__block@1`.
+    """
+    keys: dict[str, set[str]] = defaultdict(set)
+    for part in root.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+                keys[str(path)].add(key)
+    return {path: len(found) for path, found in keys.items()}

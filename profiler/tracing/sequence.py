@@ -156,6 +156,8 @@ class LayerSequence:
         parameters: original name -> the model's own parameter, each tied parameter once.
         buffers: original name -> the model's own buffer, or a constant of the graph.
         aliases: name that the graph uses -> all names that the model has for that parameter or buffer.
+        calls: path of a module -> how often the model calls it; one without operations is not there. Of a module with
+            several paths each stands for its own calls, or one of them for all.
         tied: parameter read by more than one layer -> indices of those layers, ascending.
         sample: how to call the model, and what traced it (`sample.front_end`).
         refusals: front end -> why it did not serve; empty if the first did, or if the sample said which to take.
@@ -177,6 +179,7 @@ class LayerSequence:
     parameters: Mapping[str, torch.nn.Parameter] = field(repr=False)
     buffers: Mapping[str, Tensor] = field(repr=False)
     aliases: Mapping[str, tuple[str, ...]]
+    calls: Mapping[str, int] = field(repr=False)
     tied: Mapping[str, tuple[int, ...]]
     sample: SampleSpec
     refusals: Mapping[str, str]

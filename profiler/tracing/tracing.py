@@ -44,7 +44,7 @@ from profiler.tracing.build_layer import (
 from profiler.tracing.computing_model import computing_model
 from profiler.tracing.cuts import Body, first_operations, layer_starts, why_one_layer
 from profiler.tracing.evaluation_cuts import stage_starts
-from profiler.tracing.export import TracedGraph
+from profiler.tracing.export import TracedGraph, module_calls
 from profiler.tracing.front_ends import Served, graph_of
 from profiler.tracing.prelude import prelude_nodes
 from profiler.tracing.progress import Part, done, shown
@@ -369,6 +369,7 @@ def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int
         parameters=parameters,
         buffers=buffers,
         aliases=_aliases(model, (*parameters, *buffers)),
+        calls=module_calls(traced.module),
         tied=_tied(layers),
         sample=served.spec,
         refusals=served.refusals,

@@ -385,3 +385,65 @@ def test_a_checkpoint_with_an_optimizer_beside_loads_in_one_process_alone(
 def test_what_is_kept_once_and_differs_is_said(sequences: list[LayerSequence], tmp_path: Path) -> None:
     first, second = launch(with_two, plan_of(sequences[0], [2], batch_size=SIZE, micro_batches=M), (tmp_path, "unlike"))
     assert (len(first["told"]), len(second["told"])) == (1, 0)
+
+
+class Tables(nn.Module):
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.middle = nn.Embedding(8, 4, sparse=first), nn.Linear(4, 8)
+        self.last = nn.Embedding(8, 4, sparse=last)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(ids) * torch.tanh(self.middle(self.first(ids))).sum(1, keepdim=True)
+
+
+STEPPERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    **OPTIMIZERS,
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
+    "damped": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.5),
+}
+
+
+def stepped_tables(plan: Plan, folder: Path, optimizer: str, sparse: tuple[bool, bool], load: bool) -> list[float]:
+    """Losses of two steps after a checkpoint is saved, or loaded; its error without one."""
+    pipe = Pipeline(Tables(*sparse), plan, loss_fn=functional.mse_loss)
+    given = STEPPERS[optimizer](list(pipe.parameters()))
+
+    def step() -> float:
+        loss = pipe.step(torch.arange(SIZE), target=torch.ones(SIZE, 4)).item()
+        given.step()
+        given.zero_grad()
+        return loss
+
+    if load:
+        load_checkpoint(folder, pipe, given)
+    else:
+        step(), step()
+        save_checkpoint(folder, pipe, given)
+    return [step(), step()]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_an_optimizer_keeps_of_sparse_embeddings_is_saved_or_refused(
+    tmp_path: Path, seed: int, processes: int
+) -> None:
+    """Its momentum ended in an error of torch's writer, which named neither the parameter nor what to do."""
+    chance = random.Random(seed)
+    sparse = chance.random() < 0.6, chance.random() < 0.6
+    optimizer = chance.choice(["SGD", "momentum", "nesterov", "damped", "Adagrad"])
+    sequence = trace(Tables(*sparse), torch.arange(SIZE))
+    cuts = [chance.randrange(1, len(sequence))] if processes == 2 else []
+    plan = plan_of(sequence, cuts, batch_size=SIZE, micro_batches=M)
+
+    def run(load: bool) -> Any:
+        arguments = (tmp_path, optimizer, sparse, load)
+        return launch(stepped_tables, plan, arguments) if processes == 2 else [stepped_tables(plan, *arguments)]
+
+    if any(sparse) and optimizer in ("momentum", "nesterov", "damped"):
+        with pytest.raises(PlanError, match=r"keeps 'momentum_buffer' of '(first|last)\.weight' as a sparse tensor"):
+            run(load=False)
+        assert [*tmp_path.glob("*")] == []
+    else:
+        assert run(load=False) == run(load=True)

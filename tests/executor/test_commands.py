@@ -309,7 +309,7 @@ def test_a_configuration_file(tmp_path: Path) -> None:
         (["trace", "a.py:b", "--sequence", "8"], 2, "--sequence goes with --hf"),
         (["trace", "--hf", "lama"], 2, "'lama' is no JSON file and no model type of transformers; did you mean llama"),
         (["trace", "--hf", "gpt2", "--set", "n_layers=2"], 2, "has no such value; did you mean n_layer"),
-        (["trace", "--hf", "gpt2", "--set", "n_layer=two"], 2, "is no configuration that transformers takes"),
+        (["trace", "--hf", "gpt2", "--set", "n_layer=two"], 2, "gpt2 with --set n_layer=two is no configuration"),
         (["trace", "--hf", "gpt2", "--sequence", "9999"], 2, "--sequence is 9999, and max_position_embeddings"),
         (["trace", "--hf", "vit"], 2, "is no language model with its own loss"),
         (["trace", "--hf", "gone.json"], 2, "gone.json"),
@@ -327,6 +327,32 @@ def test_what_no_model_can_be_built_from(arguments: list[str], code: int, messag
     result = autoplan(*arguments)
     assert (result.exit_code, result.stdout) == (code, ""), result.output
     assert message in " ".join(result.stderr.split())
+
+
+NO_MODELS = {
+    "gpt2": ("n_embd=7", "n_head=5", "n_head=0", "resid_pdrop=2", "activation_function=foo", "n_inner=-3", "n_embd=0"),
+    "llama": ("intermediate_size=-1", "hidden_act=foo", "vocab_size=-1"),
+    "bert": ("hidden_size=7", "hidden_act=foo", "hidden_dropout_prob=2", "vocab_size=-1", "type_vocab_size=-1"),
+}
+SMALL = {"gpt2": "n_layer=1", "llama": "num_hidden_layers=1", "bert": "num_hidden_layers=1"}
+
+
+@pytest.mark.parametrize(("kind", "value"), [(kind, value) for kind in NO_MODELS for value in NO_MODELS[kind]])
+def test_values_that_transformers_builds_no_model_of_are_wrong_usage(kind: str, value: str) -> None:
+    """They ended in its traceback, with the code of an unexpected error."""
+    result = autoplan("trace", "--hf", kind, "--set", SMALL[kind], "--set", value)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    said = " ".join(result.stderr.split())
+    assert f"builds no model of {kind} with --set {SMALL[kind]} --set {value} (" in said
+    assert "Error: " in said
+    assert "change these values" in said
+
+
+@pytest.mark.parametrize("places", [-5, 0])
+def test_a_model_without_places_has_no_sample(places: int) -> None:
+    result = autoplan("trace", "--hf", "gpt2", "--set", "n_layer=1", "--set", f"n_positions={places}")
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert f"max_position_embeddings of gpt2 is {places}, so no sample has a token" in result.stderr
 
 
 def test_env(monkeypatch: pytest.MonkeyPatch) -> None:

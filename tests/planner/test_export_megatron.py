@@ -167,7 +167,7 @@ def repeat_a_block(model: Transformer) -> None:
         (share_with_embedding, "is one parameter that E, blocks.1 use"),
         (share_with_places, "places.weight and head.weight is one parameter that E, L use"),
         (share_norms, "before.weight and norm.weight is one parameter that E, L use"),
-        (repeat_a_block, "is one parameter that blocks.0, blocks.1."),
+        (repeat_a_block, "calls 'blocks.0' and 'blocks.1', one module, 2 times, and Megatron-LM counts on one call"),
     ],
 )
 @pytest.mark.parametrize("stages", [1, 2])

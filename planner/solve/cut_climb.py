@@ -138,9 +138,13 @@ class CutClimb:
             return None
         return self._plans.fitted(stops, self._orders[0], below_s)
 
-    def kicked_until_over(self) -> ChunkChoice | None:
-        """The fastest plan after cuts near the best ones were tried for as long as there is time."""
-        self._most_tried = sys.maxsize
+    def kicked(self, times: int | None = None) -> ChunkChoice | None:
+        """The fastest plan after cuts near the best ones were tried for as long as there is time.
+
+        Args:
+            times: as many cuts are tried, in those that the search tries by itself; None for no end.
+        """
+        self._most_tried = sys.maxsize if times is None else len(self._tried) + times * self._most_tried
         while self._tried and not self._over:
             tried = len(self._tried)
             stops, classes, best = self._best()

@@ -1,7 +1,6 @@
 """Time that a search does not need makes no plan slower: what it does without a limit comes before bounds."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(deadline, "_now_s", lambda: made.now_s)
     monkeypatch.setattr(CutBound, "_improved", made.ticking(CutBound._improved))

@@ -304,7 +304,7 @@ def test_chunks_that_fit_and_were_not_found_are_named(profile_of, device, monkey
     settings: SettingKeywords = {"schedule": "interleaved", "chunks": 2, "stages": 4, "micro_batches": 8}
     plan_from_profile(profile, [device()] * 2, batch_size=8, **settings)
     monkeypatch.setattr(CutClimb, "found", lambda *_: ([], 0.0))
-    monkeypatch.setattr(CutClimb, "kicked_until_over", lambda *_: None)
+    monkeypatch.setattr(CutClimb, "kicked", lambda *_: None)
     with pytest.raises(InfeasibleError) as caught:
         plan_from_profile(profile, [device()] * 2, batch_size=8, **settings)
     found = re.match(

@@ -312,7 +312,8 @@ def calls_its_children(module: nn.Module) -> bool:
     """Whether it is an `nn.Sequential` that calls its children one after the other, and does nothing else."""
     if not isinstance(module, nn.Sequential) or module._forward_hooks or module._forward_pre_hooks:
         return False
-    return getattr(module.forward, "__func__", None) is nn.Sequential.forward
+    own_call = type(module).__call__ is not nn.Module.__call__
+    return not own_call and getattr(module.forward, "__func__", None) is nn.Sequential.forward
 
 
 def has_backward_hooks_of_all_modules() -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from planner.export.refusing import apart, refuse_other_calls
+from planner.export.refusing import apart, calls_of, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import block_paths, calls_each_child_once, child_paths
 from planner.plan.schedules import schedules_of
@@ -38,7 +38,7 @@ module = PlannedModule(
 def _make(request: Request) -> Made:
     plan, stages, notes = request.plan, request.unit_paths, []
     if not calls_each_child_once(request.model):
-        stages = tuple(tuple(path for path in paths if path in request.sequence.calls) for paths in stages)
+        stages = tuple(tuple(path for path in paths if calls_of(request.sequence, path)) for paths in stages)
         notes.append(
             "PipelineModule calls layers one after the other: what the model does between these modules must become "
             "part of them."

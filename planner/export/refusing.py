@@ -111,15 +111,26 @@ def refuse_other_calls(request: Request, engine: str, paths: Iterable[str]) -> N
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in request.model.named_modules(remove_duplicate=False):
         names[module].append(name)
+    sequence = request.sequence
+    read = {
+        alias for name in sequence.names_read(range(len(sequence))) for alias in sequence.aliases.get(name, (name,))
+    }
     for module in map(request.model.get_submodule, paths):
-        calls = sum(request.sequence.calls.get(name, 0) for name in names[module])
-        if calls > 1 or (not calls and any(True for _ in module.parameters())):
+        calls = sum(calls_of(sequence, name) for name in names[module])
+        held = [f"{name}.{own}" for name in names[module] for own, _ in module.named_parameters()]
+        if calls > 1 or (not calls and held and read.isdisjoint(held)):
             known = " and ".join(map(repr, names[module])) + ", one module," * (len(names[module]) > 1)
             raise InfeasibleError(
                 f"this model calls {known} {f'{calls} times' if calls else 'never'}, and {engine} counts on one call "
                 f"of each module; {'give each call a module of its own' if calls else 'take it out'} and plan again, "
                 f"or {OURS}"
             )
+
+
+def calls_of(sequence: LayerSequence, name: str) -> int:
+    """Of a module, or of what it holds where it is called past itself, as its `forward` is and what is compiled."""
+    inside = [times for path, times in sequence.calls.items() if path.startswith(f"{name}.")]
+    return max(sequence.calls.get(name, 0), min(inside, default=0))
 
 
 def _first(names: list[str]) -> str:

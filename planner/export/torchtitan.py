@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from planner.export.refusing import refuse_other_calls
+from planner.export.refusing import calls_of, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.torch_pipelining import passes_of
 from planner.export.units import listed_paths
@@ -60,7 +60,7 @@ def _make(request: Request) -> Made:
 
 def _check(request: Request) -> None:
     """Its split renumbers lists, and gives each module to one part; what the model never calls matters in lists."""
-    called = [path for path in request.all_units if path in request.sequence.calls]
+    called = [path for path in request.all_units if calls_of(request.sequence, path)]
     refuse_other_calls(request, "torchtitan", [*called, *request.blocks])
 
 

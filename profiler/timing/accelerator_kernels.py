@@ -1,8 +1,8 @@
 """Operations as accelerators run them, where fake tensors on the host would run others.
 
 Attention that drops shares has no fused kernel on a CPU: torch multiplies in float32 there, and keeps all shares. On an
-accelerator one kernel does all of it. Dropout is three kernels on a CPU and one on an accelerator, which keeps a byte
-for each element in place of a factor.
+accelerator one kernel does all of it, and what it lays out otherwise stays so. Dropout is three kernels on a CPU and
+one on an accelerator, which keeps a byte for each element in place of a factor.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from profiler.tracing.build_layer import in_order
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
@@ -34,6 +36,9 @@ class AcceleratorKernels(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call the operation, or its stand-in."""
+        if func is in_order:
+            value: Tensor = args[0]
+            return value
         named = dict(kwargs or {})
         if func is aten.dropout.default and not named and _drops(*args):
             dropped, _ = aten.native_dropout.default(*args)

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from profiler.conditions.sources import followed_from
 from profiler.errors import NotTraceableError
@@ -264,8 +264,11 @@ def in_order(value: Tensor, order: Sequence[int]) -> Tensor:
             expected *= shape[dim]
     else:
         return value
-    if value.device.type != HOST.type or isinstance(value, FakeTensor):
+    if value.device.type != HOST.type:
         return value
+    if has_torch_function_unary(value):  # `profiler.timing.accelerator_kernels` stands in for accelerators
+        moved: Tensor = handle_torch_function(in_order, (value,), value, order)
+        return moved
     return value.permute(*order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 

@@ -92,7 +92,7 @@ class TensorWriter(FileSystemWriter):
     """Torch's, which fails with what the file system says."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """What it does."""
+        """Write this rank's tensors; the results are for the metadata."""
         with disk_named():
             return super().write_data(plan, planner)
 

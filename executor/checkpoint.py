@@ -45,7 +45,8 @@ from executor.checkpoints.reading import (
     take_over,
 )
 from executor.checkpoints.saved import Stateful
-from executor.checkpoints.together import TensorWriter, failures_named, is_first, of_the_first, wait_for_all
+from executor.checkpoints.tensor_writer import TensorWriter
+from executor.checkpoints.together import failures_named, is_first, of_the_first, wait_for_all
 from executor.checkpoints.writing import complete, tensors_of
 from executor.pipeline import Pipeline
 from executor.watch.position import Phase

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from executor.checkpoints.manifest import reason_of
 from profiler.errors import ExecutionError
@@ -62,7 +60,7 @@ def failures_named(place: Path) -> Iterator[None]:
         raise ExecutionError(_failure(place, problem)) from problem
     except CheckpointException as problem:  # torch derives it from BaseException
         if rank() in problem.failures:
-            for cause in _chain(problem.failures[rank()][0], handled):
+            for cause in causes_of(problem.failures[rank()][0], handled):
                 if isinstance(cause, KeyboardInterrupt | SystemExit):
                     raise cause from problem
         failed = [(at, cause) for at, (cause, _) in problem.failures.items() if isinstance(cause, OSError)]
@@ -72,32 +70,7 @@ def failures_named(place: Path) -> Iterator[None]:
         raise ExecutionError(f"cannot write {place}: {reason_of(problem)}") from problem
 
 
-@contextmanager
-def disk_named() -> Iterator[None]:
-    """Raise what the file system said where torch hides it behind positions in a file ("unexpected pos 704 vs 598").
-
-    Other ranks are told of an exception without what it was raised while handling.
-    """
-    handled = sys.exception()
-    try:
-        yield
-    except RuntimeError as problem:
-        for cause in _chain(problem, handled):
-            if isinstance(cause, OSError):
-                raise cause from problem
-        raise
-
-
-class TensorWriter(FileSystemWriter):
-    """Torch's, which fails with what the file system says."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write this rank's tensors; the results are for the metadata."""
-        with disk_named():
-            return super().write_data(plan, planner)
-
-
-def _chain(problem: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
+def causes_of(problem: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
     """An exception and what it was raised while handling, up to what the caller handles himself."""
     while problem is not None and problem is not handled:
         yield problem

@@ -22,7 +22,7 @@ from executor.checkpoints.manifest import (
     unreadable,
 )
 from executor.checkpoints.optimizers import Optimizers
-from executor.checkpoints.together import disk_named
+from executor.checkpoints.tensor_writer import disk_named
 from profiler.errors import ExecutionError
 from profiler.machine.backend import HOST
 from profiler.text import counted

@@ -21,7 +21,7 @@ from executor.run.micro_batch import mean_over_samples
 from profiler.errors import ArgumentError
 from profiler.run.loss import model_output
 from profiler.text import counted
-from profiler.tracing.build_layer import MICRO_BATCH_SIZE
+from profiler.tracing.node_text import MICRO_BATCH_SIZE
 from profiler.tracing.sequence import LayerSequence
 
 

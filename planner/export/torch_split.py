@@ -23,7 +23,7 @@ from torch import fx
 from planner.export.stage_module import crossing
 from planner.plan.stage import Stage
 from profiler.run.separable import graph_of
-from profiler.tracing.build_layer import apart_from
+from profiler.tracing.leaving_values import apart_from
 from profiler.tracing.sequence import Layer, LayerSequence
 
 _STOPS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.detach_.default})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from profiler.tracing.build_layer import in_order
+from profiler.tracing.leaving_values import in_traced_order
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
@@ -36,7 +36,7 @@ class AcceleratorKernels(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call the operation, or its stand-in."""
-        if func is in_order:
+        if func is in_traced_order:
             value: Tensor = args[0]
             return value
         named = dict(kwargs or {})

@@ -28,9 +28,9 @@ from profiler.conditions.chance import EitherWay, Lot, Ways
 from profiler.errors import NotTraceableError
 from profiler.observe.counts import counted_apart
 from profiler.observe.source_place import keep_together_advice, setting_advice
-from profiler.tracing.build_layer import RUN_IN, attribute, module_paths, symbolic_shape
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.meaning import digest_of, has_effect, is_source, meaning, operation_text, read_by, source_text
+from profiler.tracing.node_text import RUN_IN, attribute, module_paths, symbolic_shape
 from profiler.tracing.refusals import written_from_outside
 
 MOST_TRIED_TOGETHER = 2

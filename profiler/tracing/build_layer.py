@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
-from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from profiler.conditions.sources import followed_from
 from profiler.errors import NotTraceableError
-from profiler.machine.backend import HOST
 from profiler.observe.draws import before_draw, has_foreign_backward, keyed_operation
 from profiler.opaque.call import OpaqueCall
-from profiler.torch_private import OpOverload, is_view, storage_of
 from profiler.tracing.batch_norm import BatchStatistics, use_scratch_buffers
-from profiler.tracing.export import module_stack
+from profiler.tracing.leaving_values import apart_from, in_traced_order, no_view
 from profiler.tracing.node_facts import NodeFacts
+from profiler.tracing.node_text import (
+    arguments_text,
+    attribute,
+    digest,
+    module_path,
+    module_paths,
+    node_text,
+    operation_name,
+    source_line,
+    value_text,
+)
 from profiler.tracing.sequence import Layer
 from profiler.tracing.writes import moves_statistics, statistics_arguments
-
-MICRO_BATCH_SIZE = sympy.Symbol("n", integer=True, positive=True)  # the micro-batch size in symbolic shapes
-
-
-RUN_IN = "run_in"
-"""Of an operation's `meta`: paths of modules of what it runs, where its regions are also those of other operations."""
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-
 
 Function = Callable[..., tuple[Any, ...]]
 
@@ -162,21 +157,6 @@ def _place_nodes(draft: _Draft, nodes: Sequence[fx.Node], facts: Mapping[fx.Node
     return draws
 
 
-def apart_from(value: Tensor, *others: Tensor) -> Tensor:
-    """The value in memory that none of the others has: a copy if it shares theirs."""
-    own = storage_of(value)
-    return value.clone() if any(storage_of(other) == own for other in others) else value
-
-
-def no_view(value: Tensor) -> Tensor:
-    """A value that a later layer writes, as something other than autograd's view of something.
-
-    A write to a view goes into the history of its base, and gradients of readers before and after the write are summed
-    there in an order of its own. A stage writes a copy of what it receives, which is no view; so nothing else is one.
-    """
-    return value.clone() if is_view(value) else value
-
-
 def build_function(
     wanted: Sequence[fx.Node], available: Callable[[fx.Node], bool], root: fx.GraphModule
 ) -> tuple[tuple[str, ...], Function]:
@@ -243,33 +223,7 @@ def _as_sent(draft: _Draft, node: fx.Node, facts: Mapping[fx.Node, NodeFacts]) -
         return copy
     if order is None:
         return draft.graph.call_method("contiguous", (copy,))
-    return draft.graph.call_function(in_order, (copy, order))
-
-
-def in_order(value: Tensor, order: Sequence[int]) -> Tensor:
-    """The value with its dimensions in that order in memory, from the outermost to the innermost: itself if they are.
-
-    Operations may give their results another order than their fake kernels: batch normalization of a transposed
-    sequence does. Later ones give other bits then, so each cut would have its own. On accelerators results differ in
-    their last bits anyhow, and it stays as it is: a copy for each attention would take 3 % of a GPT's time.
-
-    >>> in_order(torch.zeros(2, 3, 4), (0, 2, 1)).stride()
-    (12, 1, 3)
-    """
-    shape, strides, expected = value.shape, value.stride(), 1
-    for dim in reversed(order):
-        if shape[dim] != 1:
-            if strides[dim] != expected:
-                break
-            expected *= shape[dim]
-    else:
-        return value
-    if value.device.type != HOST.type:
-        return value
-    if has_torch_function_unary(value):  # `profiler.timing.accelerator_kernels` stands in for accelerators
-        moved: Tensor = handle_torch_function(in_order, (value,), value, order)
-        return moved
-    return value.permute(*order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+    return draft.graph.call_function(in_traced_order, (copy, order))
 
 
 def _views(
@@ -341,61 +295,10 @@ def _new_value(buffer: str) -> str:
     return f"{buffer}.new"
 
 
-def attribute(root: torch.nn.Module, path: str) -> Any:
-    """The attribute at a dotted path."""
-    found: Any = root
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def operation_name(node: fx.Node) -> str:
-    """`aten.linear.default`, `getitem`: what people call an operation."""
-    if isinstance(node.target, OpOverload):
-        return str(node.target)
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def module_path(node: fx.Node) -> str:
-    """Path of the innermost module that the operation comes from; "" for the model itself."""
-    stack = module_stack(node)
-    return stack[-1] if stack else ""
-
-
-def module_paths(node: fx.Node) -> tuple[str, ...]:
-    """`module_path` of an operation, or of those in the regions that it runs, in order."""
-    root, sources = node.graph.owning_module, [each for each in node.all_input_nodes if each.op == "get_attr"]
-    held = [attribute(root, str(source.target)) for source in sources] if root is not None else []
-    regions = [region for region in held if isinstance(region, fx.GraphModule)]
-    inside = [each for region in regions for each in region.graph.nodes if each.op == "call_function"]
-    paths = node.meta.get(RUN_IN) or tuple(path for each in inside for path in module_paths(each))
-    return paths if any(paths) else (module_path(node),)
-
-
-def source_line(node: fx.Node) -> str:
-    """`file:line` of the innermost line outside torch that the operation comes from; "" if unknown."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [place for place in places if not place[0].startswith(_TORCH)]
-    return ":".join(own[-1]) if own else ""
-
-
 def _layer_name(nodes: Sequence[fx.Node]) -> str:
     """Module path of the first and the last operation; operations outside any submodule by their own name."""
     names = [module_path(node) or operation_name(node).removeprefix("aten.").split(".")[0] for node in nodes]
     return " .. ".join(dict.fromkeys((*names[:1], *names[-1:])))
-
-
-def symbolic_shape(value: Tensor) -> tuple[Any, ...]:
-    """Shape with every dynamic extent as an expression of the micro-batch size `MICRO_BATCH_SIZE`."""
-    return tuple(symbolic(extent) for extent in value.shape)
-
-
-def symbolic(extent: int | torch.SymInt) -> Any:
-    """An extent as an int, or as an expression of `MICRO_BATCH_SIZE`."""
-    if not isinstance(extent, torch.SymInt):
-        return int(extent)
-    expression = extent.node.expr
-    return expression.subs(dict.fromkeys(expression.free_symbols, MICRO_BATCH_SIZE))
 
 
 def _signature(
@@ -417,51 +320,3 @@ def _signature(
         lines.append(node_text(node, lambda argument: numbers.get(argument, str(argument.target))))
     lines.append(f"leaving {[numbers[node] for node in leaving]}")
     return digest(lines)
-
-
-def value_text(value: object) -> str:
-    """Shape and dtype of a tensor, the expression of a number, the code of a graph (see `arguments_text`)."""
-    if isinstance(value, Tensor):
-        return f"{symbolic_shape(value)} {value.dtype}"
-    if isinstance(value, torch.SymInt):
-        return str(symbolic(value))
-    if isinstance(value, fx.GraphModule):
-        return _DEVICE_TEXT.sub(repr(ANY_DEVICE), value.code)
-    return type(value).__name__
-
-
-def node_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
-    """An operation as text that does not depend on what its arguments are called."""
-    return f"{operation_name(node)} {arguments_text(node, name)}"
-
-
-def arguments_text(node: fx.Node, name: Callable[[fx.Node], str]) -> str:
-    """An operation's arguments as text, other nodes by the given names, and one device for all.
-
-    Which one it is follows from where the model is, while a plan belongs to it wherever it is.
-    """
-
-    def shown(argument: fx.node.Argument) -> fx.node.Argument:
-        if isinstance(argument, fx.Node):
-            return _Named(name(argument))
-        return ANY_DEVICE if isinstance(argument, torch.device) else argument
-
-    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), shown)
-    return f"{args} {dict(sorted(kwargs.items()))}"
-
-
-ANY_DEVICE = torch.device("meta")
-"""As texts show every device."""
-_DEVICE_TEXT = re.compile(r"device\(type='\w+'(, index=\d+)?\)")
-
-
-class _Named(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def digest(lines: Iterable[str]) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of the lines."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

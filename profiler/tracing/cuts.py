@@ -20,9 +20,9 @@ from profiler.errors import NotTraceableError
 from profiler.module_paths import within
 from profiler.observe.source_place import place_of_node
 from profiler.quantities import LEAST_STAGES
-from profiler.tracing.build_layer import module_paths
 from profiler.tracing.export import module_stack
 from profiler.tracing.node_facts import NodeFacts
+from profiler.tracing.node_text import module_paths
 
 # No layer holds more than the first part of an even stage's work while a position inside it is left: stages then
 # balance to within an eighth. A run of nodes that holds less than the second part is not worth a layer where bytes are

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from profiler.conditions.chance import EitherWay, Lot
 from profiler.torch_private import HigherOrderOperator
-from profiler.tracing.build_layer import attribute, node_text, value_text
 from profiler.tracing.export import TracedGraph
 from profiler.tracing.harmless_changes import tensor_digest
+from profiler.tracing.node_text import attribute, node_text, value_text
 from profiler.tracing.writes import may_draw, may_write
 
 

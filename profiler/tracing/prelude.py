@@ -12,8 +12,8 @@ from torch import fx, nn
 
 from profiler.conditions.check import Check
 from profiler.torch_private import HigherOrderOperator
-from profiler.tracing.build_layer import attribute
 from profiler.tracing.node_facts import NodeFacts
+from profiler.tracing.node_text import attribute
 
 # A value is recomputed where it is needed if that takes fewer FLOPs than this per byte that would be sent.
 # Compute outruns a link between devices by far more (H100: 67 TFLOP/s in float32 against 0.45 TB/s of NVLink, 150).

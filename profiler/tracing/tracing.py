@@ -29,11 +29,14 @@ from profiler.sample_spec import SampleSpec
 from profiler.text import counted
 from profiler.torch_private import is_lazy
 from profiler.tracing.batch_norm import take_out_counters
-from profiler.tracing.build_layer import (
-    Compiler,
+from profiler.tracing.build_layer import Compiler, build_function, build_layer
+from profiler.tracing.computing_model import computing_model
+from profiler.tracing.cuts import Body, first_operations, layer_starts, why_one_layer
+from profiler.tracing.evaluation_cuts import stage_starts
+from profiler.tracing.export import TracedGraph, module_calls
+from profiler.tracing.front_ends import Served, graph_of
+from profiler.tracing.node_text import (
     attribute,
-    build_function,
-    build_layer,
     digest,
     node_text,
     operation_name,
@@ -41,11 +44,6 @@ from profiler.tracing.build_layer import (
     symbolic_shape,
     value_text,
 )
-from profiler.tracing.computing_model import computing_model
-from profiler.tracing.cuts import Body, first_operations, layer_starts, why_one_layer
-from profiler.tracing.evaluation_cuts import stage_starts
-from profiler.tracing.export import TracedGraph, module_calls
-from profiler.tracing.front_ends import Served, graph_of
 from profiler.tracing.prelude import prelude_nodes
 from profiler.tracing.progress import Part, done, shown
 from profiler.tracing.sample import DTYPES, BatchDims, describe_sample, tensor_leaves

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from profiler.errors import NotTraceableError
-from profiler.tracing.build_layer import source_line
+from profiler.tracing.node_text import source_line
 
 PRODUCTS = {
     getattr(torch.ops.aten, name)

@@ -104,7 +104,7 @@ def _noted_draws(model: nn.Module, places: list[Place]) -> Iterator[None]:
 
 
 def _refuse_hooks(model: nn.Module) -> list[RemovableHandle]:
-    """Refuse backward hooks of parameters, and those of modules when these are called; returns what refuses them."""
+    """Refuse backward hooks of parameters and of the model; and what refuses those of modules when these are called."""
     if has_backward_hooks_of_all_modules():
         raise NotTraceableError(
             "cannot trace the model: there is a backward hook of all modules (register_module_full_backward_hook), "
@@ -112,11 +112,14 @@ def _refuse_hooks(model: nn.Module) -> list[RemovableHandle]:
         )
     for name, parameter in model.named_parameters():
         if has_backward_hooks(parameter):
-            raise _has_backward_hook(model, name, name.rpartition(".")[0])
+            raise _has_backward_hook(model, repr(name), name.rpartition(".")[0])
+
+    if has_backward_hooks(model):  # at once: `fx.symbolic_trace` calls the model's forward and none of its own hooks
+        raise _has_backward_hook(model, "the model itself", "")
 
     def refuse(name: str, *_: Any) -> None:
         if TRACING.get():
-            raise _has_backward_hook(model, name or "the model", name)
+            raise _has_backward_hook(model, repr(name), name)
 
     return [
         module.register_forward_pre_hook(partial(refuse, name))
@@ -125,9 +128,9 @@ def _refuse_hooks(model: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-def _has_backward_hook(model: nn.Module, name: str, path: str) -> NotTraceableError:
+def _has_backward_hook(model: nn.Module, owner: str, path: str) -> NotTraceableError:
     return NotTraceableError(
-        f"cannot trace the model: in {place_of_call(model, path)}: {name!r} has a backward hook, which a graph would "
+        f"cannot trace the model: in {place_of_call(model, path)}: {owner} has a backward hook, which a graph would "
         "lose; remove it before planning, and change gradients between step() and the optimizer's step, if that is "
         "what it is for"
     )

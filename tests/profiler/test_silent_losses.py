@@ -1,6 +1,7 @@
 """What a graph would lose without a word is refused, each with what to do instead."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -162,6 +163,15 @@ def test_a_backward_hook_is_refused() -> None:
     model.linear = nn.Linear(16, 16)
     model.linear.register_full_backward_hook(lambda *_: None)
     with pytest.raises(NotTraceableError, match="'linear' has a backward hook"):
+        trace(model, X)
+
+
+@pytest.mark.parametrize("register", [nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook])
+def test_a_backward_hook_of_the_model_itself_is_refused(register: Callable[..., object]) -> None:
+    """Also where `fx.symbolic_trace` could serve, which calls the model's forward without its hooks."""
+    model = Base()
+    register(model, lambda *_: None)
+    with pytest.raises(NotTraceableError, match="the model itself has a backward hook"):
         trace(model, X)
 
 

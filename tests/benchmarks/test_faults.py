@@ -114,7 +114,7 @@ def _try_forks(
 
 
 def _report(how: str, kind: str, trials: int, seconds: list[float], wrong: list[str]) -> None:
-    """A row of faults.md."""
+    """What a cell of the table in faults.md says."""
     print(f"\n| {kind} | {how} | {trials} | {len(wrong)} | {median(seconds):.2f} | {max(seconds):.2f} |")
     assert not wrong, "\n".join(wrong)
 

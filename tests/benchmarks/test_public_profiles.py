@@ -44,11 +44,12 @@ HEAD = """\
 
 Predicted, not measured: five profiles of PipeDream (`tests/data/public_profiles`), one mini-batch of the profile being
 one micro-batch; up to K equal devices without memory limit, M = 4K, every stage recomputes, all plans evaluated by
-`planner.plan.simulator`. "crossing" is how many tensors may cross a cut, L the number of layers that this leaves,
-"used" the stages of our plan; where it is less than K, more stages would not be faster. Columns of planners are step
-times divided by ours. Other planners do not know the link. "search" is an exact search of its own (`searched_step_s`),
-relative to ours; "-" where it would take too long. A crossing that allows the same cuts as the one above it is left
-out. `tests/benchmarks/published_balancers.py` says what each planner does.
+`planner.plan.simulator`. Each cell has two links: {links}. "crossing" is how many tensors may cross a
+cut, L the number of layers that this leaves, "used" the stages of our plan where they are fewer than K, since more
+would not be faster. Columns of planners are step times divided by ours. Other planners do not know the link. An exact
+search of its own (`searched_step_s`) finds our plan's time in every case but those with a star, where it would take too
+long. A crossing that allows the same cuts as the one above it, or has its figures, is left out. What each planner
+does: `tests/benchmarks/published_balancers.py`.
 """
 
 
@@ -105,43 +106,45 @@ def crossing_text(crossing: int | None) -> str:
     return "any" if crossing is None else str(crossing)
 
 
-def case_table(rows: list[Row]) -> str:
-    return markdown(
-        ["model", "crossing", "L", "K", "used", "ours, ms", *BALANCERS, "search"],
-        [
-            [
-                entry.model,
-                crossing_text(entry.crossing),
-                *map(str, (entry.layers, entry.K, entry.used)),
-                f"{entry.ours_s * 1e3:.1f}",
-                *(f"{ratio:.3f}" for ratio in entry.ratios.values()),
-                "-" if entry.searched is None else f"{entry.searched:.3f}",
-            ]
-            for entry in rows
-        ],
-    )
+def case_table(rows: dict[str, list[Row]]) -> str:
+    lines: dict[tuple[str, ...], list[str]] = {}  # by what they say: a line is left out that says the same
+    for entries in zip(*rows.values(), strict=True):
+        first = entries[0]
+        used = dict.fromkeys(str(entry.used) for entry in entries)
+        figures = (
+            first.model,
+            str(first.K) if list(used) == [str(first.K)] else f"{first.K} ({', '.join(used)})",
+            ", ".join(f"{entry.ours_s * 1e3:.1f}" for entry in entries) + ("*" if first.searched is None else ""),
+            *(", ".join(f"{entry.ratios[name]:.3f}" for entry in entries) for name in BALANCERS),
+        )
+        lines.setdefault(figures, [first.model, f"{crossing_text(first.crossing)}, {first.layers}", *figures[1:]])
+    return markdown(["model", "crossing, L", "K (used)", "ours, ms", *BALANCERS], [*lines.values()])
 
 
-def summary_table(rows: list[Row]) -> str:
+def summary_table(rows: dict[str, list[Row]]) -> str:
     """Geometric mean, maximum and cases above 1.05 of each planner: of all cases, and where 1 tensor crosses."""
-    single = [entry for entry in rows if entry.crossing == 1]
 
-    def cells(chosen: list[Row], name: str) -> list[str]:
-        ratios = [entry.ratios[name] for entry in chosen]
-        above = sum(ratio > 1.05 for ratio in ratios)
-        return [f"{geometric_mean(ratios):.3f}", f"{max(ratios):.3f}", f"{above} of {len(ratios)}"]
+    def cells(name: str, single: bool) -> Iterator[str]:
+        ratios = [[row.ratios[name] for row in all_ if row.crossing == 1 or not single] for all_ in rows.values()]
+        yield ", ".join(f"{geometric_mean(each):.3f}" for each in ratios)
+        yield ", ".join(f"{max(each):.3f}" for each in ratios)
+        yield ", ".join(f"{sum(ratio > 1.05 for ratio in each)}" for each in ratios)
 
-    head = [f"{what}{where}" for where in ("", ", 1 tensor") for what in ("geo-mean", "max", "> 5 %")]
+    cases = next(iter(rows.values()))
     return markdown(
-        ["planner", *head],
-        [[name, *(cell for chosen in (rows, single) for cell in cells(chosen, name))] for name in BALANCERS],
+        ["planner", *summary_head(len(cases), sum(row.crossing == 1 for row in cases))],
+        [[name, *cells(name, single=False), *cells(name, single=True)] for name in BALANCERS],
     )
 
 
-def crossing_table(link: Link) -> str:
-    """Speed-up of our plans over one device that recomputes, too, by crossing; crossings in columns."""
+def summary_head(count: int, single: int) -> list[str]:
+    return ["geo-mean", "max", f"> 5 %, of {count}", "geo-mean, 1 tensor", "max", f"> 5 %, of {single}"]
 
-    def speed_up(model: str, crossing: int | None, K: int) -> str:
+
+def crossing_table(links: Sequence[Link]) -> str:
+    """Speed-up of our plans over one device that recomputes, too, with each link; crossings in columns."""
+
+    def speed_up(model: str, crossing: int | None, K: int, link: Link) -> str:
         layers, count = load_layers(model, crossing), K * MICRO_BATCHES_PER_STAGE
         alone_s = step_s(layers, (0, len(layers)), count, link)
         return f"{alone_s / our_plan(layers, K, link).prediction.step_s:.2f}"
@@ -149,7 +152,11 @@ def crossing_table(link: Link) -> str:
     return markdown(
         ["model", "K", *(f"crossing {crossing_text(crossing)}" for crossing in CROSSINGS)],
         [
-            [model, str(K), *(speed_up(model, crossing, K) for crossing in CROSSINGS)]
+            [
+                model,
+                str(K),
+                *(", ".join(speed_up(model, crossing, K, link) for link in links) for crossing in CROSSINGS),
+            ]
             for model in MODELS
             for K in STAGES
         ],
@@ -164,17 +171,12 @@ def page(rows: dict[str, list[Row]], links: dict[str, Link]) -> str:
             machine=machine(),
             python=platform.python_version(),
             torchgpipe=importlib.metadata.version("torchgpipe"),
+            links=" and ".join(links),
         ),
-        *(
-            f"## Summary: {text}\n\nStep time divided by ours.\n\n{summary_table(entries)}\n"
-            for text, entries in rows.items()
-        ),
-        *(
-            f"## Where one may cut: {text}\n\nPredicted speed-up over one device that recomputes, too.\n\n"
-            f"{crossing_table(link)}\n"
-            for text, link in links.items()
-        ),
-        *(f"## All cases: {text}\n\n{case_table(entries)}\n" for text, entries in rows.items()),
+        f"## Summary\n\nStep time divided by ours.\n\n{summary_table(rows)}\n",
+        "## Where one may cut\n\nPredicted speed-up over one device that recomputes, too.\n\n"
+        f"{crossing_table(list(links.values()))}\n",
+        f"## All cases\n\n{case_table(rows)}\n",
     ]
     return "\n".join(parts)
 

@@ -72,10 +72,12 @@ class ChunkPlans:
         stages: K.
         tries_all: whether `fitted` has found the fastest of all plans with its cuts, whenever it was asked.
         walks: through all passes that it takes to find out what cuts are worth.
+        moves_passes: whether a plan is made faster by moving single passes, which takes far longer than that.
     """
 
     tries_all = True
     walks = 1
+    moves_passes = False
 
     def __init__(self, problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> None:
         self.problem, self.candidate = problem, candidate

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from planner.plan.schedules import SCHEDULES
 from planner.solve import limits
 from planner.solve.balance import TIE
 from planner.solve.chunk_candidates import fewest_ranks, with_ranks
@@ -19,7 +18,6 @@ from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
 from planner.solve.findings import Climbed, Findings
 from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, Waiting
-from planner.solve.own_orders import FEW_TO_MOVE
 from planner.solve.problem import Candidate, Problem
 from planner.solve.waiting_bounds import PROGRAMS_OF_HALVES
 
@@ -106,15 +104,14 @@ def go_over_the_best(findings: Findings, least_s: float, spent: bool) -> None:
 
 
 def try_some_near_the_best(findings: Findings, least_s: float) -> None:
-    """Where there is a gap and that is soon done, which it is not where single passes are moved for all cuts."""
+    """Where there is a gap, and that is soon done."""
     plans = findings.best_plans
     if plans is None or findings.over or least_s >= findings.reached_s * (1 - TIE):
         return
-    passes = plans.stages * plans.candidate.split.count
-    moves = SCHEDULES[plans.candidate.schedule].made_for_plan and passes <= FEW_TO_MOVE
     climb = next(climbed.climb for climbed in findings.climbs.values() if climbed.plans is plans)
-    if passes <= FEW_TO_SEARCH_AGAIN and not moves and not climb.tries_all_cuts:
+    if plans.stages * plans.candidate.split.count <= FEW_TO_SEARCH_AGAIN and not climb.tries_all_cuts:
         findings.note(plans, climb.kicked(TIMES_AT_LAST))
+        _go_around(findings, climb)
 
 
 def try_cuts_near_the_best(findings: Findings, again: Sequence[Climbed], least_s: float) -> None:
@@ -125,8 +122,22 @@ def try_cuts_near_the_best(findings: Findings, again: Sequence[Climbed], least_s
         again: what a search of those like the best candidate searched.
         least_s: what no plan is below.
     """
-    for climbed in sorted((*findings.climbs.values(), *again), key=lambda one: one.plans is not findings.best_plans):
+    climbs = sorted((*findings.climbs.values(), *again), key=lambda one: one.plans is not findings.best_plans)
+    for number, climbed in enumerate(climbs):
         if findings.over or findings.best is None or least_s >= findings.reached_s * (1 - TIE):
             return
-        if not climbed.climb.tries_all_cuts and climbed.least_s < findings.reached_s:
+        if climbed.climb.tries_all_cuts:
+            continue
+        if number == 0:
+            _go_around(findings, climbed.climb)
+        if climbed.least_s < findings.reached_s:
             findings.note(climbed.plans, climbed.climb.kicked())
+
+
+def _go_around(findings: Findings, climb: CutClimb) -> None:
+    """Move cuts of the best plan, which this climb found, and single passes with each."""
+    plans, best = findings.best_plans, findings.best
+    if plans is not None and best is not None and plans.moves_passes:
+        stops = tuple(stage.stop for stage in best.stages)
+        classes = tuple(stage.device_class for stage in best.stages[: plans.ranks])
+        findings.note(plans, climb.around(stops, classes, best.step_s))

@@ -30,7 +30,7 @@ from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_o
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.level_cuts import Level
 from planner.solve.order_arrays import orders_of, texts_of
-from planner.solve.own_orders import Tried, best_orders, moved
+from planner.solve.own_orders import FEW_TO_MOVE, Tried, best_orders, moved
 from planner.solve.problem import Candidate, Problem
 
 MOST_TRIED = 1_000
@@ -169,6 +169,7 @@ class OwnOrderPlans(ChunkPlans):
 
     def __init__(self, problem: Problem, candidate: Candidate, deadline: Deadline = NO_DEADLINE) -> None:
         super().__init__(problem, candidate, deadline)
+        self.moves_passes = self.stages * candidate.split.count <= FEW_TO_MOVE
         self._own = [self.ring.stages_of(rank) for rank in range(self.ranks)]
         self._rooms: dict[tuple[_Place, Flags], RankRoom] = {}
         self._rank_modes: dict[_Place, RankModes] = {}
@@ -194,8 +195,9 @@ class OwnOrderPlans(ChunkPlans):
         for recompute in self._chosen(modes):
             if best is not None and self.deadline.over:
                 break
-            found = self._ordered(stops, classes, recompute, below_s if best is None else best.step_s, tried)
-            if found is not None and found.step_s < (below_s if best is None else best.step_s):
+            limit_s = below_s if best is None else best.step_s
+            found = self._ordered(stops, classes, recompute, limit_s, tried, moves=thorough)
+            if found is not None and found.step_s < limit_s:
                 best = found
         if best is not None and thorough and self._many_sets(modes):
             best = self._one_by_one(best, modes)
@@ -341,6 +343,8 @@ class OwnOrderPlans(ChunkPlans):
         recompute: tuple[bool, ...],
         below_s: float,
         tried: Tried | None = None,
+        *,
+        moves: bool = True,
     ) -> ChunkChoice | None:
         """With the fastest order found, if any may take less than `below_s`."""
         seconds = self.seconds(stops, classes, recompute)
@@ -348,7 +352,7 @@ class OwnOrderPlans(ChunkPlans):
         end_s = self.end_s(stops, classes)
         if least_s + end_s >= below_s:
             return None
-        found = best_orders(seconds, rooms, least_s, self.deadline, below_s - end_s, self.ring, tried)
+        found = best_orders(seconds, rooms, least_s, self.deadline, below_s - end_s, self.ring, tried, moves=moves)
         return None if found is None else self._choice(found, ChunkChoice(np.inf, stops, classes, recompute))
 
     def _choice(self, found: tuple[float, Indices], plan: ChunkChoice) -> ChunkChoice:

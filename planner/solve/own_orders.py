@@ -77,6 +77,8 @@ def best_orders(
     below_s: float = np.inf,
     ring: Ring | None = None,
     tried: Tried | None = None,
+    *,
+    moves: bool = True,
 ) -> tuple[float, Indices] | None:
     """The fastest orders found that fit, and their makespan; None if some rank cannot hold one micro-batch.
 
@@ -90,6 +92,7 @@ def best_orders(
         below_s: slower orders are of no use.
         ring: which rank runs which stages; by default each has one of its own.
         tried: which settings were best for cuts like these; where ranks have several chunks the others are left out.
+        moves: whether single passes are moved, where they are few.
     """
     _, stages, count = seconds.shape
     ring = ring or Ring(stages)
@@ -97,14 +100,14 @@ def best_orders(
     if any(lacking_bytes(room, own) > 0 for own in stages_of):
         return None
     seconds = np.ascontiguousarray(seconds)
-    moves = stages * count <= FEW_TO_MOVE
+    moves &= stages * count <= FEW_TO_MOVE
     if moves:  # with passes moved a slower one may be the fastest
         below_s = np.inf
     begun: tuple[float, Indices] | None = None
     for orders, held in _fixed(ring, count):
         if all(_fits(room, stage, moments) for stage, moments in enumerate(held)):
             begun = _faster(begun, orders, seconds, ring)
-    best, starts = _by_settings(seconds, room, ring, begun, _Ends(least_s, below_s, deadline), tried)
+    best, starts = _by_settings(seconds, room, ring, begun, _Ends(least_s, below_s, deadline), tried, moves=moves)
     if best is None or not moves or best[0] <= least_s * (1 + TIE) or deadline.over:
         return best
     found = moved(best, seconds, room, least_s, ring)
@@ -127,11 +130,18 @@ class _Ends(NamedTuple):
 
 
 def _by_settings(
-    seconds: Floats, room: Room, ring: Ring, best: tuple[float, Indices] | None, ends: _Ends, tried: Tried | None
+    seconds: Floats,
+    room: Room,
+    ring: Ring,
+    best: tuple[float, Indices] | None,
+    ends: _Ends,
+    tried: Tried | None,
+    *,
+    moves: bool,
 ) -> tuple[tuple[float, Indices] | None, list[tuple[float, Indices]]]:
     """The best of these orders and those that settings make; and all of these, where passes of them are moved."""
     _, stages, count = seconds.shape
-    few, moves = stages * count * 3 <= FEW_PASSES, stages * count <= FEW_TO_MOVE
+    few = stages * count * 3 <= FEW_PASSES
     leads = _leads(ring, seconds, few=few)
     settings = [*product(_rooms(room), leads, PATIENCE if few else PATIENCE[::2])]
     starts: list[tuple[float, Indices]] = []

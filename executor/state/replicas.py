@@ -12,9 +12,9 @@ its share of the elements over all replicas, and the shares are gathered. That m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress, islice
+from itertools import compress, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from executor.layout import Layout
 from executor.state.tied import dense
+from planner.plan.shares import BUCKET_BYTES
 from profiler.errors import ExecutionError
 from profiler.machine.backend import HOST
 
@@ -29,7 +30,6 @@ _UNLIKE = (
     "a parameter got a gradient in some replicas only; let loss_fn use the same outputs for every batch, with weight 0 "
     "where need be"
 )
-BUCKET_BYTES = 32 * 2**20  # summed at a time: enough to hide two collectives' latency, little next to a model
 
 
 class GradientSum:
@@ -112,7 +112,7 @@ class GradientSum:
         if not self._layout.alone:
             self._totals = [dense(parameter.grad) for parameter in self._parameters]
             self._check_alike()
-            self._sum_buckets()
+            self._sum_all()
             for position, owner in enumerate(self._owners):
                 if owner not in {None, self._layout.replica}:
                     self._totals[position] = self._earlier[position] = None
@@ -129,15 +129,14 @@ class GradientSum:
         if not torch.equal(counts.to(HOST), exists * self._layout.replicas):
             raise ExecutionError(_UNLIKE)
 
-    def _sum_buckets(self) -> None:
+    def _sum_all(self) -> None:
         """Sum what this step has added, wherever it is needed."""
-        owners = iter([owner for owner, total in zip(self._owners, self._totals, strict=True) if total is not None])
-        for bucket in buckets([total for total in self._totals if total is not None]):
-            owned = [owner for owner in islice(owners, len(bucket)) if owner is not None]
-            if owned:
-                self._sum_for_owners(bucket, owned)
-            else:
-                self._sum(bucket)
+        added = [(total, owner) for total, owner in zip(self._totals, self._owners, strict=True) if total is not None]
+        for piece in pieces([total for total, owner in added if owner is None], BUCKET_BYTES):
+            self._sum(piece)
+        owned = [[total for total, owner in added if owner == replica] for replica in range(self._layout.replicas)]
+        for given in rounds(owned):
+            self._sum_for_owners(given)
 
     def _sum(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over the replicas, in place."""
@@ -149,41 +148,81 @@ class GradientSum:
             place.copy_(tensor)
         shares = torch.empty_like(flat)
         dist.all_to_all_single(shares, flat, group=self._group)
-        total = shares[:share]
-        for replica in range(1, replicas):
-            total = total + shares[replica * share : (replica + 1) * share]
-        dist.all_gather(list(flat.chunk(replicas)), total, group=self._group)
+        _added(shares, share)
+        give_to_all(shares, flat, replicas, self._group)
         for place, tensor in zip(places(flat, tensors), tensors, strict=True):
             tensor.copy_(place)
 
-    def _sum_for_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Sum the tensors over the replicas, in place, each on its owner alone."""
-        of_replica = [
-            [tensor for tensor, owner in zip(tensors, owners, strict=True) if owner == replica]
-            for replica in range(self._layout.replicas)
-        ]
-        elements = [sum(tensor.numel() for tensor in owned) for owned in of_replica]
-        own, share = of_replica[self._layout.replica], elements[self._layout.replica]
-        flat = torch.cat([tensor.reshape(-1) for owned in of_replica for tensor in owned])
+    def _sum_for_owners(self, given: Sequence[Sequence[Tensor]]) -> None:
+        """Sum the tensors over the replicas, in place, those of each on itself alone."""
+        elements = [sum(tensor.numel() for tensor in owned) for owned in given]
+        own, share = given[self._layout.replica], elements[self._layout.replica]
+        flat = torch.cat([tensor.reshape(-1) for owned in given for tensor in owned])
         shares = flat.new_empty(share * len(elements))
         dist.all_to_all_single(shares, flat, [share] * len(elements), elements, group=self._group)
-        total = sum(shares.split(share)[1:], start=shares[:share]) if share else shares
-        for place, tensor in zip(places(total, own), own, strict=True):
+        for place, tensor in zip(places(_added(shares, share), own), own, strict=True):
             tensor.copy_(place)
 
 
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours of one type and device, together of about `BUCKET_BYTES`."""
-    bucket: list[Tensor] = []
+def _added(shares: Tensor, share: int) -> Tensor:
+    """The sum of equal shares, in their order, in the place of the first."""
+    total = shares[:share]
+    for other in shares.split(share)[1:] if share else ():
+        total += other
+    return total
+
+
+def give_to_all(parts: Tensor, found: Tensor, replicas: int, group: dist.ProcessGroup | None) -> None:
+    """Give all replicas the first of so many equal parts; what they give is found one after the other.
+
+    As `all_gather` does, for which gloo makes one more copy of all of it.
+    """
+    first, *others = parts.chunk(replicas)
+    for other in others:
+        other.copy_(first)
+    dist.all_to_all_single(found, parts, group=group)
+
+
+def rounds(of_replicas: Sequence[Sequence[Tensor]]) -> Iterator[Sequence[Sequence[Tensor]]]:
+    """Tensors that belong to a replica each, in rounds of one type, in which all have equal parts of a bucket at most.
+
+    Args:
+        of_replicas: the tensors of each; all processes have equally large ones.
+    """
+    most_bytes = BUCKET_BYTES // len(of_replicas)
+    for dtype in sorted({tensor.dtype for owned in of_replicas for tensor in owned}, key=str):
+        alike = [[tensor for tensor in owned if tensor.dtype == dtype] for owned in of_replicas]
+        yield from zip_longest(*(pieces(owned, most_bytes) for owned in alike), fillvalue=())
+
+
+def pieces(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
+    """Neighbours of one type and device, or parts of them, together of so many bytes at most.
+
+    How they are cut follows from their shapes alone: in each process alike, however they lie in memory.
+    """
+    piece: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        if bucket and (held >= BUCKET_BYTES or (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)):
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += tensor.numel() * tensor.element_size()
-    if bucket:
-        yield bucket
+        unlike = piece and (tensor.dtype, tensor.device) != (piece[0].dtype, piece[0].device)
+        for part in _parts(tensor, max(1, most_bytes // tensor.element_size())):
+            if piece and (unlike or held + part.nbytes > most_bytes):
+                yield piece
+                piece, held, unlike = [], 0, False
+            piece.append(part)
+            held += part.nbytes
+    if piece:
+        yield piece
+
+
+def _parts(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """The tensor in parts of so many elements at most, in their order."""
+    if tensor.numel() <= most:
+        yield tensor
+    elif rows := most // (tensor.numel() // tensor.shape[0]):
+        yield from tensor.split(rows)
+    else:
+        for row in tensor:
+            yield from _parts(row, most)
 
 
 def places(flat: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from executor.layout import Layout
 from executor.state.placement import Placement, buffer_names
-from executor.state.replicas import buckets, places
+from executor.state.replicas import pieces, places
 from planner.plan.plan import Plan
+from planner.plan.shares import BUCKET_BYTES
 from profiler.machine.channel import finish, start_receive, start_send
 from profiler.run.layouts import write_in_place
 from profiler.tracing.sequence import LayerSequence
@@ -63,13 +64,11 @@ def share_state(
     with torch.no_grad():
         for holders, group in groupby(sorted(held, key=_by_holders), key=_by_holders):
             shared = list(group)
-            begin = 0
-            for bucket in buckets([each.copies[0] for each in shared]):
-                _share(bucket, holders, layout.process)
-                for each in shared[begin : begin + len(bucket)]:
-                    for copy in each.copies[1:]:
-                        write_in_place(copy, each.copies[0])
-                begin += len(bucket)
+            for piece in pieces([each.copies[0] for each in shared], BUCKET_BYTES):
+                _share(piece, holders, layout.process)
+            for each in shared:
+                for copy in each.copies[1:]:
+                    write_in_place(copy, each.copies[0])
 
 
 def _by_holders(shared: _Shared) -> tuple[int, ...]:
@@ -100,18 +99,18 @@ def _holders(layout: Layout, stages: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted({peer for stage in stages for peer in layout.peers_of(layout.process_of[stage])}))
 
 
-def _share(bucket: Sequence[Tensor], holders: Sequence[int], process: int) -> None:
+def _share(piece: Sequence[Tensor], holders: Sequence[int], process: int) -> None:
     """Send the tensors from the first holder to the others, as one message to each."""
-    elements = sum(tensor.numel() for tensor in bucket)
+    elements = sum(tensor.numel() for tensor in piece)
     if not elements:
         return
     if process == holders[0]:
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.reshape(-1) for tensor in piece])
         sent = [start_send([flat], to=other, tag=STATE_TAG) for other in holders[1:]]
         for pending in sent:
             finish(pending)
         return
-    flat = torch.empty(elements, dtype=bucket[0].dtype, device=bucket[0].device)
+    flat = torch.empty(elements, dtype=piece[0].dtype, device=piece[0].device)
     finish(start_receive([flat], source=holders[0], tag=STATE_TAG))
-    for tensor, value in zip(bucket, places(flat, bucket), strict=True):
+    for tensor, value in zip(piece, places(flat, piece), strict=True):
         write_in_place(tensor, value)

@@ -12,7 +12,6 @@ no state for it. Rajbhandari et al., ZeRO, SC 2020. Who steps what follows from 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from executor.layout import Layout
 from executor.state.placement import Placement
-from executor.state.replicas import buckets, places
+from executor.state.replicas import give_to_all, places, rounds
 from planner.plan.plan import Plan
 from planner.plan.shares import owners_of
 from profiler.tracing.sequence import LayerSequence
@@ -76,25 +75,20 @@ class Shares:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Give the peers what was stepped here, and take over what they stepped; all of them call it.
-
-        In rounds: in each every replica has one bucket, all as large as the largest.
-        """
-        rounds = zip_longest(*(list(buckets(parameters)) for parameters in self._of_replica), fillvalue=[])
-        for given in rounds:
-            for dtype in sorted({tensor.dtype for bucket in given for tensor in bucket}, key=str):
-                self._exchange([[tensor for tensor in bucket if tensor.dtype == dtype] for bucket in given])
+        """Give the peers what was stepped here, and take over what they stepped; all of them call it."""
+        for given in rounds(self._of_replica):
+            self._exchange(given)
 
     def _exchange(self, given: Sequence[Sequence[Tensor]]) -> None:
-        """One round of tensors of one type."""
-        elements = max(sum(tensor.numel() for tensor in bucket) for bucket in given)
-        like = next(tensor for bucket in given for tensor in bucket)
-        flats = [torch.zeros(elements, dtype=like.dtype, device=like.device) for _ in given]
-        own = flats[self._replica].clone()
-        for place, tensor in zip(places(own, given[self._replica]), given[self._replica], strict=True):
+        """One round of tensors of one type, as long as the longest."""
+        elements = max(sum(tensor.numel() for tensor in owned) for owned in given)
+        like = next(tensor for owned in given for tensor in owned)
+        parts = torch.zeros(elements * len(given), dtype=like.dtype, device=like.device)
+        for place, tensor in zip(places(parts, given[self._replica]), given[self._replica], strict=True):
             place.copy_(tensor)
-        dist.all_gather(flats, own, group=self._group)
-        for replica, bucket in enumerate(given):
+        found = torch.empty_like(parts)
+        give_to_all(parts, found, len(given), self._group)
+        for replica, (part, owned) in enumerate(zip(found.split(elements), given, strict=True)):
             if replica != self._replica:
-                for place, tensor in zip(places(flats[replica], bucket), bucket, strict=True):
+                for place, tensor in zip(places(part, owned), owned, strict=True):
                     tensor.copy_(place)

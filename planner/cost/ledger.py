@@ -34,9 +34,18 @@ from functools import cache
 import numpy as np
 
 from planner.cost.layer_costs import Floats, LayerArrays
-from planner.cost.ledger_rows import ON_THE_WAY, Basis, Counts, Figures, Form, Of, RangeRow, Row, When
+from planner.cost.ledger_rows import ON_THE_WAY, Basis, Counts, Figures, Form, Of, RangeFigures, RangeRow, Row, When
 from planner.cost.messages import Message
 from planner.plan.schedules import SCHEDULES
+from planner.plan.shares import BUCKET_BYTES
+
+
+def _exchanged_at_a_time(at: RangeFigures) -> Floats:
+    """What goes out in a bucket, and what comes in; where each steps a share, all have as much as the largest."""
+    number, shares = at.replicas.number, at.replicas.shares
+    own = shares * at.parameters.stepped(shares) if shares > 1 else at.parameters.gradients
+    return 2 * np.minimum(own[at.stage], BUCKET_BYTES) * (number > 1)
+
 
 WHOLE_ROWS = (
     Row("saved by the stage", "activations", Of.WHOLE, Counts.IN_FLIGHT, lambda at: at.whole[0], Form.KEPT),
@@ -69,6 +78,12 @@ ROWS: tuple[RangeRow | Row, ...] = (
         "gradients cast for the optimizer",
         "gradients",
         lambda at: np.maximum(at.parameters.stepped_gradients[at.stage] - at.parameters.gradients[at.stage], 0.0),
+        when=When.AT_END,
+    ),
+    RangeRow(
+        "what replicas sum or exchange at a time",
+        "gradients",
+        _exchanged_at_a_time,
         when=When.AT_END,
     ),
     RangeRow(

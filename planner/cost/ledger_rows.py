@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
+from typing import NamedTuple
 
 from planner.cost.layer_costs import CostModel, Floats, Indices, LayerArrays, Range
 from planner.cost.messages import Carrier, Message
@@ -84,6 +85,21 @@ class Form(Flag):
     ANY = KEPT | AS_ONE | IN_PARTS
 
 
+class Replicas(NamedTuple):
+    """How many replicas there are, and whether they share the optimizer's state."""
+
+    number: int = 1
+    sharing: bool = False
+
+    @property
+    def shares(self) -> int:
+        """Parts of the optimizer's state: 1 where each replica has all of it."""
+        return self.number if self.sharing else 1
+
+
+ONE_REPLICA = Replicas()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RangeFigures:
     """What a `RangeRow`'s figure reads.
@@ -92,11 +108,13 @@ class RangeFigures:
         parameters: bytes of the parameters of every range.
         stage: index of these bytes.
         state: bytes that one replica's optimizer keeps there.
+        replicas: of the stage.
     """
 
     parameters: ParameterRanges
     stage: Range
     state: Floats
+    replicas: Replicas
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +132,7 @@ class Basis:
         ring: ranks, and chunks of each.
         held: what is, at the moments that are looked at, where several might need most; by default as many in flight as
             ever are.
-        shares: replicas that share the optimizer's state; 1 where each has all of it.
+        replicas: of each stage.
         carrier: what carries messages.
         under_way: micro-batches in flight at most, by number of the stage from the end less 1; empty where the
             schedule's record says it.
@@ -129,13 +147,14 @@ class Basis:
     ahead_bytes: int = AHEAD_BYTES
     ring: Ring = ONE_CHUNK
     held: tuple[Held, ...] = ()
-    shares: int = 1
+    replicas: Replicas = ONE_REPLICA
     carrier: Carrier = Carrier.POSTED
     under_way: tuple[int, ...] = ()
 
     def of_ranges(self, stage: Range) -> RangeFigures:
         """What rows of ranges read for these layers."""
-        return RangeFigures(self.parameters, stage, self.parameters.state(self.optimizer, self.shares, stage))
+        state = self.parameters.state(self.optimizer, self.replicas.shares, stage)
+        return RangeFigures(self.parameters, stage, state, self.replicas)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays
 from planner.cost.ledger import Ledger, range_rows, rows_of
-from planner.cost.ledger_rows import Basis, Counts, Form, Of, Row, When
+from planner.cost.ledger_rows import ONE_REPLICA, Basis, Counts, Form, Of, Replicas, Row, When
 from planner.cost.messages import Carrier, Message, carrier_of
 from planner.cost.parameter_ranges import ParameterRanges
 from planner.plan.held import Held
@@ -52,7 +52,7 @@ class StageAbout(TypedDict):
         ring: ranks, and chunks of each.
         held: micro-batches in flight and waiting, at all moments that may need most; by default as the schedule's
             record has it.
-        shares: replicas that share the optimizer's state.
+        replicas: of the stage.
         carrier: what carries messages; by default what does so on one host.
         under_way: see `planner.cost.ledger_rows.Basis`.
     """
@@ -64,7 +64,7 @@ class StageAbout(TypedDict):
     skips: NotRequired[StageSkips]
     ring: NotRequired[Ring]
     held: NotRequired[Sequence[Held]]
-    shares: NotRequired[int]
+    replicas: NotRequired[Replicas]
     carrier: NotRequired[Carrier]
     under_way: NotRequired[tuple[int, ...]]
 
@@ -166,7 +166,7 @@ def stage_moments(
         micro_batches,
         ring=ring,
         held=tuple(about.get("held", ())) or SCHEDULES[schedule].held(number, micro_batches.count, ring),
-        shares=about.get("shares", 1),
+        replicas=about.get("replicas", ONE_REPLICA),
         carrier=about.get("carrier", carrier_of(device)),
         under_way=about.get("under_way", ()),
     )
@@ -186,12 +186,11 @@ def stage_moments(
         counted = stage.bytes_of(row)
         found[row.memory_class] = found[row.memory_class] + counted
         passing = passing + counted if row.of is not Of.STAGE else passing
-    for end_row in range_rows(When.AT_END):
-        end_bytes = float(end_row.figure(figures))
-        if ring.chunks > 1:  # all chunks of a rank end together, and of their moments the largest counts
-            found["gradients"] = found["gradients"] + end_bytes
-        else:
-            found["transient"] = found["transient"] + np.maximum(0.0, end_bytes - passing)
+    end_bytes = float(sum(end_row.figure(figures) for end_row in range_rows(When.AT_END)))
+    if ring.chunks > 1:  # all chunks of a rank end together, and of their moments the largest counts
+        found["gradients"] = found["gradients"] + end_bytes
+    else:
+        found["transient"] = found["transient"] + np.maximum(0.0, end_bytes - passing)
     return StageMoments(found, stage.at_hand())
 
 

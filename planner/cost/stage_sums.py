@@ -140,7 +140,7 @@ def moment_bytes(ledger: Ledger, of: Of, form: Form) -> Floats:
 
 def range_bytes(basis: Basis) -> Floats:
     """Bytes of layers [i, j) together, at [i, j]; no micro-batches are in them, so they are added up once."""
-    known, key = basis.parameters.added_up, (basis.optimizer, basis.shares)
+    known, key = basis.parameters.added_up, (basis.optimizer, basis.replicas.shares)
     if key not in known:
         figures = basis.of_ranges(...)
         none = np.zeros_like(basis.parameters.unique)
@@ -151,7 +151,7 @@ def range_bytes(basis: Basis) -> Floats:
 def pooled_bytes(basis: Basis) -> float:
     """What stages hold of all layers together at least: with even shares of what several replicas keep."""
     figures = basis.of_ranges((0, -1))
-    even = replace(figures, state=basis.parameters.state(basis.optimizer, 1, (0, -1)) / basis.shares)
+    even = replace(figures, state=basis.parameters.state(basis.optimizer, 1, (0, -1)) / basis.replicas.shares)
     return float(sum(row.figure(even) for row in range_rows()))
 
 

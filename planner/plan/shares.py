@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+BUCKET_BYTES = 32 * 2**20
+"""What replicas sum or exchange at a time, all of them together: enough to hide the latency of two collectives, and
+little next to a model [chosen]."""
+
 
 def order_of_sharing(sizes: Sequence[int]) -> list[int]:
     """Positions of parameters in the order in which they are shared out: the largest first, equal ones as they come."""

@@ -118,7 +118,7 @@ def fits(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]
             first=stage.first,
             stop=stage.stop,
             segments=stage.segments,
-            shares=problem.shares(candidate.replicas),
+            replicas=problem.as_replicas(candidate.replicas),
             carrier=problem.carrier(device),
         ).total
         <= device.memory_bytes

@@ -197,7 +197,7 @@ def _moments(
         segments=choice.segments,
         skips=stage_skips(routes, index, candidate.split),
         ring=_ring(found),
-        shares=problem.shares(candidate.replicas),
+        replicas=problem.as_replicas(candidate.replicas),
         carrier=carrier,
         under_way=_under_way(found) if carrier is Carrier.SLOTS else (),
         held=held,

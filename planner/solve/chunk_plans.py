@@ -331,7 +331,7 @@ class ChunkPlans:
                 first=first,
                 stop=stop,
                 segments=segments_of_stage(first, stop, recomputed),
-                shares=self.problem.shares(self.candidate.replicas),
+                replicas=self.problem.as_replicas(self.candidate.replicas),
                 carrier=self.problem.carrier(device),
                 ring=ring,
                 held=[held[chunk] for _, held in moments],

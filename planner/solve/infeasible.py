@@ -233,7 +233,7 @@ def _memory(
         first=first,
         stop=stop,
         segments=segments,
-        shares=problem.shares(candidate.replicas),
+        replicas=problem.as_replicas(candidate.replicas),
         carrier=problem.carrier(device),
     ), segments
 

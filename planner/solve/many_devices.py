@@ -155,6 +155,6 @@ def _bytes(problem: Problem, found: Balance, index: int, group: DeviceClass) -> 
         first=stage.first,
         stop=stage.stop,
         segments=stage.segments,
-        shares=problem.shares(candidate.replicas),
+        replicas=problem.as_replicas(candidate.replicas),
         carrier=problem.carrier(group.device),
     ).total

@@ -51,7 +51,7 @@ def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, dea
             stop=stage.stop,
             segments=stage.segments,
             ring=candidate.ring,
-            shares=problem.shares(candidate.replicas),
+            replicas=problem.as_replicas(candidate.replicas),
             carrier=problem.carrier(device),
         )
         for index, stage in enumerate(plan.stages)

@@ -414,7 +414,7 @@ class OwnOrderPlans(ChunkPlans):
             segments=segments_of_stage(first, stop, recomputed),
             ring=self.candidate.ring,
             held=held,
-            shares=self.problem.shares(self.candidate.replicas),
+            replicas=self.problem.as_replicas(self.candidate.replicas),
             carrier=self.problem.carrier(device),
         )
 

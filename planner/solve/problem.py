@@ -10,7 +10,7 @@ from functools import cached_property
 
 from planner.cost.hosts import Hosts, Placement, placed
 from planner.cost.layer_costs import CostModel, Floats, LayerArrays
-from planner.cost.ledger_rows import Basis
+from planner.cost.ledger_rows import Basis, Replicas
 from planner.cost.messages import Carrier, carrier_of
 from planner.cost.parameter_ranges import ParameterRanges
 from planner.cost.time_ledger import EndFigures
@@ -150,7 +150,7 @@ class Problem:
             candidate.split,
             AHEAD_BYTES if self.short_messages else 0,
             candidate.ring,
-            shares=self.shares(candidate.replicas),
+            replicas=self.as_replicas(candidate.replicas),
             carrier=self.carrier(next(device for device in self.devices if device.kind == device_kind)),
         )
 
@@ -158,9 +158,13 @@ class Problem:
         """What carries the messages of a stage on that device."""
         return carrier_of(device, hosts=self.hosts is not None)
 
+    def as_replicas(self, number: int) -> Replicas:
+        """So many replicas, as the settings have them."""
+        return Replicas(number, self.settings.shard_optimizer)
+
     def shares(self, replicas: int) -> int:
-        """How many of so many replicas share the optimizer's state; 1 where each has all of it."""
-        return replicas if self.settings.shard_optimizer else 1
+        """Parts of the optimizer's state with so many replicas."""
+        return self.as_replicas(replicas).shares
 
     def end_figures(self, device_kind: str, replicas: int, averaging: Link | None = None) -> EndFigures:
         """What the end of a step on that kind of device follows from; of replicas on several hosts over that link."""

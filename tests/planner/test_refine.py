@@ -166,7 +166,7 @@ def sharing(memory_bytes: int) -> Plan:
     return plan_from_profile(profile, devices, batch_size=16, replicas=2, shard_optimizer=True)
 
 
-@pytest.mark.parametrize("memory_bytes", [9000, 10**6])
+@pytest.mark.parametrize("memory_bytes", [13000, 10**6])
 def test_replicas_go_on_sharing_the_state_of_the_optimizer(memory_bytes: int) -> None:
     """What fitted by that was said to fit no longer, or became slower by measuring."""
     plan = sharing(memory_bytes)

@@ -1,0 +1,46 @@
+"""What replicas sum at a time: all elements in their order, in no more bytes than are asked for, alike everywhere."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from executor.state.replicas import pieces
+
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6)
+
+
+def made(shapes: list[list[int]], doubles: list[bool]) -> list[Tensor]:
+    """Numbered from 0 on."""
+    begin, found = 0, []
+    for shape, double in zip(shapes, doubles, strict=True):
+        count = int(torch.Size(shape).numel())
+        values = torch.arange(begin, begin + count, dtype=torch.float64 if double else torch.float32)
+        found.append(values.reshape(shape))
+        begin += count
+    return found
+
+
+@given(shapes=SHAPES, most_bytes=st.integers(8, 400), data=st.data())
+def test_pieces_are_all_elements_in_their_order_and_small(
+    shapes: list[list[int]], most_bytes: int, data: st.DataObject
+) -> None:
+    tensors = made(shapes, data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes))))
+    found = list(pieces(tensors, most_bytes))
+    flat = [value for piece in found for part in piece for value in part.flatten().tolist()]
+    assert flat == [value for tensor in tensors for value in tensor.flatten().tolist()]
+    assert all(sum(part.nbytes for part in piece) <= most_bytes for piece in found)
+    assert all(len({part.dtype for part in piece}) == 1 for piece in found)
+    turned = [tensor.permute([*reversed(range(tensor.dim()))]).contiguous() for tensor in tensors]
+    lying_otherwise = [tensor.permute([*reversed(range(tensor.dim()))]) for tensor in turned]
+    others = list(pieces(lying_otherwise, most_bytes))
+    assert [[part.shape for part in piece] for piece in others] == [[part.shape for part in piece] for piece in found]
+
+
+@given(shapes=SHAPES, most_bytes=st.integers(8, 400))
+def test_pieces_are_parts_of_the_tensors_themselves(shapes: list[list[int]], most_bytes: int) -> None:
+    tensors = made(shapes, [False] * len(shapes))
+    for piece in pieces(tensors, most_bytes):
+        for part in piece:
+            part.zero_()
+    assert all(not tensor.any() for tensor in tensors)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from profiler import errors
 from profiler.errors import ExecutionError, PlanError
+from profiler.left_out_sizes import is_out_of_memory
 from profiler.text import raised_text
 
 
@@ -51,8 +50,7 @@ class FirstCause:
 
 def _advice(problem: BaseException) -> str:
     """What to do about an exception that is not ours, where we know."""
-    # The allocator of torch for the CPU raises a RuntimeError like any other.
-    if isinstance(problem, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in raised_text(problem):
+    if is_out_of_memory(problem):
         return "; out of memory: plan with a smaller memory_limit, so that stages recompute more or get smaller"
     return ""
 

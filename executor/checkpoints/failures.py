@@ -63,12 +63,10 @@ def unreadable(path: Path, problem: BaseException | str) -> ExecutionError:
     return ExecutionError(f"cannot load {path}: {reason_of(problem)}; {of_reading}")
 
 
-def unwritable(place: Path, problem: BaseException, where: str = "") -> ExecutionError:
+def unwritable(place: Path, problem: BaseException) -> ExecutionError:
     """The error of a checkpoint that cannot be saved."""
     _, of_writing = _what_to_do(problem) or ("", "")
-    return ExecutionError(
-        "; ".join([f"cannot write {place}{where}: {reason_of(problem)}", *filter(None, [of_writing])])
-    )
+    return ExecutionError("; ".join([f"cannot write {place}: {reason_of(problem)}", *filter(None, [of_writing])]))
 
 
 def is_of_the_machine(problem: BaseException) -> bool:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from executor.checkpoints.failures import causes_of, is_of_the_machine, unwritable
+from executor.watch.failure import FirstCause
 
 
 def is_first() -> bool:
@@ -65,5 +66,8 @@ def failures_named(place: Path) -> Iterator[None]:
                     raise cause from problem
         causes = {at: cause for at, (cause, _) in problem.failures.items()}
         at = min(causes, key=lambda at: (not is_of_the_machine(causes[at]), at))
-        where = "" if at == rank() else f" on rank {at}"  # every rank raises, also those that could write
-        raise unwritable(place, causes[at], where) from problem
+        first = unwritable(place, causes[at])
+        if at == rank():
+            raise first from problem
+        # Every rank raises, also those that could write.
+        raise FirstCause.of(first, rank=at, world_size=dist.get_world_size(), position="").exception() from problem

@@ -29,11 +29,14 @@ class FirstCause:
         """The cause that an exception on this rank is.
 
         Args:
-            problem: our own errors say themselves what is wrong; of others the class is named too.
+            problem: our own errors say themselves what is wrong, and with `first_rank` who failed; of others the class
+                is named too.
             rank: of this process.
             world_size: number of ranks.
             position: of the rank when it happened, for an exception that is not ours.
         """
+        if isinstance(problem, PlanError) and problem.first_rank is not None:
+            return cls(str(problem), type(problem).__name__, problem.first_rank)
         ours = isinstance(problem, PlanError)
         text = str(problem) if ours else f"{position}: {raised_text(problem)}{_advice(problem)}"
         error = type(problem).__name__ if ours else ExecutionError.__name__

@@ -145,8 +145,8 @@ def load_checkpoint(
 
     Raises:
         ArgumentError: an argument is of another type.
-        ExecutionError: there is no checkpoint, it is damaged, or it belongs to another model or optimizer. Nothing has
-            changed then, on any rank.
+        ExecutionError: there is no checkpoint, it is damaged or cannot be read, or it belongs to another model or
+            optimizer. Nothing has changed then, on any rank.
     """
     given, optimizers = _checked(path, pipe, optimizer)
     others = also or {}

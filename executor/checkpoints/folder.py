@@ -19,7 +19,8 @@ import warnings
 from itertools import count
 from pathlib import Path
 
-from executor.checkpoints.manifest import TRAINING, Manifest, reason_of
+from executor.checkpoints.failures import reason_of
+from executor.checkpoints.manifest import TRAINING, Manifest
 from executor.checkpoints.run_identity import Run
 from profiler.errors import ExecutionError
 from profiler.files import DRAFT, flush_folder
@@ -83,7 +84,7 @@ class CheckpointFolder:
         try:
             self._warn_of_others()
             self._move_latest(name)
-        except OSError as problem:
+        except (OSError, MemoryError) as problem:
             _warn(
                 f"{self.home / name} is whole, but {self.home / LATEST} could not be made to point to it "
                 f"({reason_of(problem)}): load it by its own path; if a folder or a file of yours is called {LATEST}, "

@@ -21,7 +21,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from profiler.errors import ExecutionError
+from executor.checkpoints.failures import reading, unreadable
 from profiler.files import replace_file
 from profiler.value import Value
 
@@ -75,17 +75,19 @@ class Manifest(Value):
         """The manifest of a checkpoint; None if it has none.
 
         Raises:
-            ExecutionError: it is damaged.
+            ExecutionError: it is damaged, or cannot be read.
         """
         path = checkpoint / MANIFEST
-        try:
-            with open_file(path) as file:
-                text = file.read().decode()
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, MemoryError) as problem:
-            raise unreadable(path, problem) from problem
-        found = cls.parse_json(text, source=str(path), error=lambda text: unreadable(path, text))
+        with reading(path):
+            try:
+                with open_file(path) as file:
+                    text = file.read().decode()
+            except FileNotFoundError:
+                return None
+        source = str(path)
+        found = cls.parse_json(
+            text, source=source, error=lambda wrong: unreadable(path, wrong.removeprefix(f"{source}: "))
+        )
         wanted = None if found.format == FORMAT_WITHOUT_OWN_SUM else found._own_sum()
         if found.crc32 != wanted:
             raise unreadable(path, f"it says that its checksum is {found.crc32}, and that is {wanted}")
@@ -109,10 +111,8 @@ class Manifest(Value):
             path = checkpoint / name
             if name not in self.files:
                 raise unreadable(path, f"{MANIFEST} does not list it")
-            try:
+            with reading(path):
                 found = sum_of(path)
-            except OSError as problem:
-                raise unreadable(path, problem) from problem
             if found != self.files[name]:
                 wanted = self.files[name]
                 raise unreadable(
@@ -140,13 +140,10 @@ def size_of(path: Path) -> int:
     """Bytes of a file.
 
     Raises:
-        ExecutionError: there is none.
+        ExecutionError: there is none, or it cannot be read.
     """
-    try:
-        with open_file(path) as file:
-            return os.fstat(file.fileno()).st_size
-    except OSError as problem:
-        raise unreadable(path, problem) from problem
+    with reading(path), open_file(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -160,19 +157,3 @@ def open_file(path: Path) -> BufferedReader:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no file")
     return os.fdopen(descriptor, "rb")
-
-
-def unreadable(path: Path, problem: BaseException | str) -> ExecutionError:
-    """The error of a checkpoint, or a file of one, that cannot be loaded."""
-    reason = problem if isinstance(problem, str) else reason_of(problem)
-    return ExecutionError(
-        f"cannot load {path}: {reason}; it is damaged or was not written by save_checkpoint: load another"
-    )
-
-
-def reason_of(problem: BaseException) -> str:
-    """What an exception says, in a line."""
-    if isinstance(problem, OSError) and problem.strerror:
-        return problem.strerror
-    lines = [line.strip() for line in str(problem).strip().splitlines() if line.strip()]
-    return f"{type(problem).__name__}: {lines[-1] if lines else 'no reason given'}"

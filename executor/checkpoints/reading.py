@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from executor.checkpoints.manifest import FORMAT_WITHOUT_MANIFEST, METADATA, TRAINING, Manifest, unreadable
+from executor.checkpoints.failures import unreadable
+from executor.checkpoints.manifest import FORMAT_WITHOUT_MANIFEST, METADATA, TRAINING, Manifest
 from executor.checkpoints.optimizers import Optimizers
 from executor.checkpoints.saved import Resumable, Stateful
 from executor.checkpoints.tensors import StoredTensor, stored_tensors

@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from executor.checkpoints.together import causes_of
+from executor.checkpoints.failures import causes_of, is_of_the_machine
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def disk_named() -> Iterator[None]:
         yield
     except RuntimeError as problem:
         for cause in causes_of(problem, handled):
-            if isinstance(cause, OSError):
+            if is_of_the_machine(cause):
                 raise cause from problem
         raise
 

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.checkpoints.manifest import DATA_NAME, METADATA, open_file, size_of, unreadable
-from profiler.errors import ExecutionError
+from executor.checkpoints.failures import reading, unreadable
+from executor.checkpoints.manifest import DATA_NAME, METADATA, open_file, size_of
 from profiler.machine.backend import HOST
 
 _RECORDS = {
@@ -92,10 +92,10 @@ class StoredTensor:
         """The tensor, on the CPU.
 
         Raises:
-            ExecutionError: it is not there, or not what it should be.
+            ExecutionError: it is not there, or not what it should be, or cannot be read.
         """
         path = checkpoint / self.file
-        try:
+        with reading(path):
             with open_file(path) as file:
                 file.seek(self.offset)
                 part = file.read(self.length)
@@ -103,8 +103,6 @@ class StoredTensor:
                 raise EOFError(f"it ends {self.length - len(part)} bytes too early")
             with warnings.catch_warnings(action="ignore"):  # of strange pickles, and of dtypes that are new
                 value = torch.load(io.BytesIO(part), map_location=HOST, weights_only=True)
-        except Exception as problem:
-            raise unreadable(path, problem) from problem
         if not isinstance(value, Tensor) or value.device != HOST or value.layout != torch.strided:
             raise unreadable(path, f"a part of it holds no tensor, but a {type(value).__name__}")
         if value.dtype != self.dtype or tuple(value.shape) != self.shape:
@@ -120,10 +118,10 @@ def stored_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint, by name.
 
     Raises:
-        ExecutionError: the checkpoint's `.metadata` is damaged, or asks for more than to be read.
+        ExecutionError: the checkpoint's `.metadata` is damaged, or asks for more than to be read, or cannot be read.
     """
     path = checkpoint / METADATA
-    try:
+    with reading(path):
         with open_file(path) as file:
             data = file.read()
         root = _unpickled(data).state
@@ -137,10 +135,6 @@ def stored_tensors(checkpoint: Path) -> dict[str, StoredTensor]:
         sizes = {file: size_of(checkpoint / file) for file in {stored.file for stored in found.values()}}
         for name, stored in found.items():
             _check_place(path, name, stored, sizes[stored.file])
-    except ExecutionError:
-        raise
-    except Exception as problem:  # whatever comes of a pickle that is not torch's
-        raise unreadable(path, problem) from problem
     return found
 
 

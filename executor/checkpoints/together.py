@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from executor.checkpoints.manifest import reason_of
-from profiler.errors import ExecutionError
+from executor.checkpoints.failures import causes_of, is_of_the_machine, unwritable
+from executor.watch.failure import FirstCause
 
 
 def is_first() -> bool:
@@ -56,31 +55,19 @@ def failures_named(place: Path) -> Iterator[None]:
     handled = sys.exception()
     try:
         yield
-    except OSError as problem:
-        raise ExecutionError(_failure(place, problem)) from problem
+    except Exception as problem:
+        if not is_of_the_machine(problem):
+            raise
+        raise unwritable(place, problem) from problem
     except CheckpointException as problem:  # torch derives it from BaseException
         if rank() in problem.failures:
             for cause in causes_of(problem.failures[rank()][0], handled):
                 if isinstance(cause, KeyboardInterrupt | SystemExit):
                     raise cause from problem
-        failed = [(at, cause) for at, (cause, _) in problem.failures.items() if isinstance(cause, OSError)]
-        for at, cause in failed[:1]:  # every rank raises, also those that could write
-            where = "" if at == rank() else f" on rank {at}"
-            raise ExecutionError(_failure(place, cause, where)) from problem
-        raise ExecutionError(f"cannot write {place}: {reason_of(problem)}") from problem
-
-
-def causes_of(problem: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
-    """An exception and what it was raised while handling, up to what the caller handles himself."""
-    while problem is not None and problem is not handled:
-        yield problem
-        problem = problem.__context__
-
-
-def _failure(place: Path, problem: OSError, where: str = "") -> str:
-    advice = "save into a folder of yours"
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        advice = "make room, or keep fewer checkpoints (keep=...)"
-    elif problem.errno == errno.ENOENT:
-        advice = "someone removed it while it was written"
-    return f"cannot write {place}{where}: {reason_of(problem)}; {advice}"
+        causes = {at: cause for at, (cause, _) in problem.failures.items()}
+        at = min(causes, key=lambda at: (not is_of_the_machine(causes[at]), at))
+        first = unwritable(place, causes[at])
+        if at == rank():
+            raise first from problem
+        # Every rank raises, also those that could write.
+        raise FirstCause.of(first, rank=at, world_size=dist.get_world_size(), position="").exception() from problem

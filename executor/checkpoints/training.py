@@ -13,13 +13,13 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor, nn
 
+from executor.checkpoints.failures import reading, unreadable
 from executor.checkpoints.manifest import (
     FORMAT,
     FORMAT_WITHOUT_MANIFEST,
     FORMAT_WITHOUT_OWN_SUM,
     TRAINING,
     open_file,
-    unreadable,
 )
 from executor.checkpoints.optimizers import Optimizers
 from executor.checkpoints.tensor_writer import disk_named
@@ -82,17 +82,15 @@ class Training:
         """What a checkpoint holds.
 
         Raises:
-            ExecutionError: it is damaged, or of another version.
+            ExecutionError: it is damaged, or of another version, or cannot be read.
         """
         path = checkpoint / TRAINING
-        try:
+        with reading(path):
             with open_file(path) as file, warnings.catch_warnings(action="ignore"):  # of strange pickles
                 found = torch.load(file, map_location=HOST, weights_only=True)
             version = found.get("format")
             if version in (FORMAT_WITHOUT_MANIFEST, FORMAT_WITHOUT_OWN_SUM, FORMAT):
                 return _VALID.validate_python(found)
-        except Exception as problem:  # whatever torch raises of files that are not its own
-            raise unreadable(path, problem) from problem
         raise ExecutionError(
             f"{checkpoint} has format {version!r}, this version reads {FORMAT_WITHOUT_MANIFEST} to {FORMAT}; load it "
             "where it was made"

@@ -23,13 +23,6 @@ from torch import Tensor
 from executor.layout import Layout
 from executor.state.tied import dense
 from planner.plan.shares import BUCKET_BYTES
-from profiler.errors import ExecutionError
-from profiler.machine.backend import HOST
-
-_UNLIKE = (
-    "a parameter got a gradient in some replicas only; let loss_fn use the same outputs for every batch, with weight 0 "
-    "where need be"
-)
 
 
 class GradientSum:
@@ -93,16 +86,10 @@ class GradientSum:
     def add_replica(self) -> None:
         """A process that runs all replicas has done one more."""
         if self._layout.replicas > 1 and self._layout.alone:
-            added = [dense(parameter.grad) for parameter in self._parameters]
-            if not self._totals:
-                self._totals = added
-            elif [total is None for total in self._totals] != [gradient is None for gradient in added]:
-                raise ExecutionError(_UNLIKE)
-            else:
-                self._totals = [
-                    None if total is None or gradient is None else total + gradient
-                    for total, gradient in zip(self._totals, added, strict=True)
-                ]
+            totals = self._totals or [None] * len(self._parameters)
+            self._totals = [
+                _sum_of(total, dense(parameter.grad)) for total, parameter in zip(totals, self._parameters, strict=True)
+            ]
             self._clear()
 
     def end(self) -> None:
@@ -111,23 +98,28 @@ class GradientSum:
             return
         if not self._layout.alone:
             self._totals = [dense(parameter.grad) for parameter in self._parameters]
-            self._check_alike()
+            self._complete()
             self._sum_all()
             for position, owner in enumerate(self._owners):
                 if owner not in {None, self._layout.replica}:
                     self._totals[position] = self._earlier[position] = None
         for parameter, earlier, total in zip(self._parameters, self._earlier, self._totals, strict=True):
-            parameter.grad = earlier if total is None else total if earlier is None else earlier + total
+            parameter.grad = _sum_of(earlier, total)
 
-    def _check_alike(self) -> None:
-        """Replicas must have gradients for the same parameters; `loss_fn` could differ by the data."""
+    def _complete(self) -> None:
+        """Have gradients for the same parameters as the other replicas, so that all take part in the same sums.
+
+        Data decide what a batch reaches, as with experts. One that is missing is all negative zeros: whatever these are
+        added to stays the same in every bit. What no replica has a gradient for gets none.
+        """
         if not self._parameters:
             return
-        exists = torch.tensor([total is not None for total in self._totals], dtype=torch.int32)
-        counts = exists.clone().to(self._parameters[0].device)
+        counts = torch.tensor([total is not None for total in self._totals], dtype=torch.int32)
+        counts = counts.to(self._parameters[0].device)
         dist.all_reduce(counts, group=self._group)
-        if not torch.equal(counts.to(HOST), exists * self._layout.replicas):
-            raise ExecutionError(_UNLIKE)
+        for position, (parameter, count) in enumerate(zip(self._parameters, counts.tolist(), strict=True)):
+            if count and self._totals[position] is None:
+                self._totals[position] = torch.zeros_like(parameter, requires_grad=False).neg_()
 
     def _sum_all(self) -> None:
         """Sum what this step has added, wherever it is needed."""
@@ -162,6 +154,11 @@ class GradientSum:
         dist.all_to_all_single(shares, flat, [share] * len(elements), elements, group=self._group)
         for place, tensor in zip(places(_added(shares, share), own), own, strict=True):
             tensor.copy_(place)
+
+
+def _sum_of(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Of two gradients, of which each may be missing."""
+    return second if first is None else first if second is None else first + second
 
 
 def _added(shares: Tensor, share: int) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from profiler import errors
 from profiler.errors import ExecutionError, PlanError
+from profiler.left_out_sizes import is_out_of_memory
 from profiler.text import raised_text
 
 
@@ -30,11 +29,14 @@ class FirstCause:
         """The cause that an exception on this rank is.
 
         Args:
-            problem: our own errors say themselves what is wrong; of others the class is named too.
+            problem: our own errors say themselves what is wrong, and with `first_rank` who failed; of others the class
+                is named too.
             rank: of this process.
             world_size: number of ranks.
             position: of the rank when it happened, for an exception that is not ours.
         """
+        if isinstance(problem, PlanError) and problem.first_rank is not None:
+            return cls(str(problem), type(problem).__name__, problem.first_rank)
         ours = isinstance(problem, PlanError)
         text = str(problem) if ours else f"{position}: {raised_text(problem)}{_advice(problem)}"
         error = type(problem).__name__ if ours else ExecutionError.__name__
@@ -51,8 +53,7 @@ class FirstCause:
 
 def _advice(problem: BaseException) -> str:
     """What to do about an exception that is not ours, where we know."""
-    # The allocator of torch for the CPU raises a RuntimeError like any other.
-    if isinstance(problem, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in raised_text(problem):
+    if is_out_of_memory(problem):
         return "; out of memory: plan with a smaller memory_limit, so that stages recompute more or get smaller"
     return ""
 

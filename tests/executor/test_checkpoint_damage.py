@@ -11,7 +11,8 @@ import torch
 
 from executor import Pipeline, launch
 from executor.checkpoint import Stateful, load_checkpoint, save_checkpoint
-from executor.checkpoints.manifest import MANIFEST, TRAINING, Manifest, sum_of, unreadable
+from executor.checkpoints.failures import unreadable
+from executor.checkpoints.manifest import MANIFEST, TRAINING, Manifest, sum_of
 from executor.checkpoints.reading import Change
 from executor.checkpoints.tensors import StoredTensor
 from planner import ExecutionError, Plan
@@ -163,7 +164,7 @@ def test_if_one_rank_cannot_load_none_has_changed(plan_for: Callable[..., Plan],
     said = launch(load_where_a_disk_fails, plans[2], (tmp_path, 1))
     file = tmp_path / "step-00000001" / "__0_0.distcp"
     assert len(set(said)) == 1
-    assert said[0].startswith(f"rank 1 of 2 failed: cannot load {file}: Input/output error; it is damaged")
+    assert said[0].startswith(f"rank 1 of 2 failed: cannot load {file}: Input/output error; see to its disk")
 
 
 class Refusing:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import functional
@@ -26,6 +27,7 @@ from executor.checkpoint import load_checkpoint, save_checkpoint
 from executor.checkpoints import lock as checkpoint_lock
 from executor.checkpoints.manifest import Manifest
 from executor.checkpoints.together import failures_named
+from executor.watch.failure import FirstCause
 from planner import ArgumentError, ExecutionError, Plan
 from profiler import trace
 from tests.executor.rich_training import Training, plans_of, same
@@ -354,13 +356,25 @@ def test_the_manifest_says_whose_it_is(plan: Plan, tmp_path: Path) -> None:
     assert torch.load(path / "training.pt", weights_only=True)["format"] == manifest.format == 3
 
 
-@pytest.mark.parametrize(("failing", "where"), [(0, ""), (1, " on rank 1")])
-def test_who_could_not_write_is_named(failing: int, where: str) -> None:
-    """All ranks raise, and the first that is heard of need not be the one that failed."""
-    problem = CheckpointException("saving", {failing: (OSError(errno.ENOSPC, "No space left"), StackSummary())})
-    named = f"^cannot write checkpoints{where}: .*No space left; make room"
-    with pytest.raises(ExecutionError, match=named), failures_named(Path("checkpoints")):
-        raise problem
+def take_for_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process seem to be one of three."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_who_could_not_write_is_the_first_cause(failing: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks raise, and who was heard of first was blamed: "rank 1 of 3 failed: cannot write ... on rank 0"."""
+    take_for_rank(rank, monkeypatch)
+    causes = {2: ValueError("nobody's fault"), failing: OSError(errno.ENOSPC, "No space left")}
+    with pytest.raises(ExecutionError) as caught, failures_named(Path("checkpoints")):
+        raise CheckpointException("saving", {at: (cause, StackSummary()) for at, cause in causes.items()})
+    told = FirstCause.of(caught.value, rank=rank, world_size=3, position="in save_checkpoint")
+    room = "make room, or keep fewer checkpoints (keep=...)"
+    said = f"rank {failing} of 3 failed: cannot write checkpoints: No space left; {room}"
+    assert (told.text, told.rank) == (said, failing)
 
 
 def ended_within(ending: BaseException, *, wrapped: bool) -> BaseException:
@@ -388,8 +402,11 @@ def test_an_end_that_was_asked_for_while_torch_writes_is_no_failed_write(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failed_write_is_one_where_an_interrupt_is_handled_or_another_rank_had_it(rank: int) -> None:
+def test_a_failed_write_is_one_where_an_interrupt_is_handled_or_another_rank_had_it(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever saves on Ctrl-C does so while he handles it."""
+    take_for_rank(0, monkeypatch)
 
     def save() -> None:
         cause = KeyboardInterrupt() if rank else ended_within(ValueError("a full disk"), wrapped=True)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from planner import Plan
+from planner.export.units import calls_each_child_once
 from profiler.errors import InfeasibleError
 from tests.planner.exported import BATCH, Case, priced
 
@@ -38,6 +40,25 @@ class Reversed(nn.Sequential):
         return x
 
 
+class Iterated(nn.Sequential):
+    """Its children in a row are not what it calls in a row."""
+
+    def __iter__(self) -> Any:
+        return reversed([*self._modules.values()])
+
+
+class Counted(nn.Sequential):
+    """For engines it has a child less."""
+
+    def __len__(self) -> int:
+        return super().__len__() - 1
+
+
+class Implemented(nn.Sequential):
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs) * 2
+
+
 class Named(nn.Sequential):
     """Only a name of its own."""
 
@@ -63,13 +84,22 @@ def hooked_child(*modules: nn.Module) -> nn.Module:
     return nn.Sequential(*modules)
 
 
+def called_by_its_instance(*modules: nn.Module) -> nn.Module:
+    model = nn.Sequential(*modules)
+    vars(model)["_call_impl"] = lambda x: nn.Sequential.forward(model, x) * 2
+    return model
+
+
 def named_twice(*modules: nn.Module) -> nn.Module:
     act = nn.Tanh()
     return nn.Sequential(*(one for module in modules for one in (module, act)))
 
 
 PLAIN = (nn.Sequential, Named, hooked_child)
-OTHERS = (Scaled, Doubled, Reversed, hooked, hooked_before, named_twice)
+OTHERS = (
+    *(Scaled, Doubled, Reversed, Iterated, Counted, Implemented),
+    *(called_by_its_instance, hooked, hooked_before, named_twice),
+)
 
 
 def in_a_row(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -110,6 +140,14 @@ def test_layers_for_deepspeed_are_the_model_or_it_is_said(kind: Any) -> None:
     said = "what the model does between these modules must become part of them" in " ".join(made.notes)
     assert said == (kind not in PLAIN)
     assert said or torch.equal(in_a_row(layers, *known.inputs), model(*known.inputs))
+
+
+def test_a_hook_of_all_modules_is_one_of_the_whole() -> None:
+    model = nn.Sequential(*linears(2))
+    handle = register_module_forward_hook(lambda module, given, output: output * 2)
+    assert not calls_each_child_once(model)
+    handle.remove()
+    assert calls_each_child_once(model)
 
 
 # A list of blocks.

@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.export.refusing import apart, calls_of, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
-from planner.export.units import block_paths, calls_each_child_once, child_paths
+from planner.export.units import called_paths, calls_each_child_once, child_paths
 from planner.plan.schedules import schedules_of
 from profiler.precision import precision_named, recipe_of
 
@@ -94,7 +94,7 @@ TARGET = _target(
     between="children of the nn.Sequential",
     suits=lambda plan, model: calls_each_child_once(model),
     otherwise=_target(
-        unit_paths=block_paths,
+        unit_paths=called_paths,
         between="blocks and the modules next to them",
         tensors_between=1,
         check=lambda request: refuse_other_calls(request, "DeepSpeed", request.all_units),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from planner.export.target import Made, Recompute, Request, Target
-from planner.export.units import block_paths, owners
+from planner.export.units import called_paths, owners
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
 from planner.plan.units import seconds_text
@@ -78,7 +78,7 @@ TARGET = Target(
     engine="accelerate",
     make=_make,
     schedules=tuple(SCHEDULES),
-    unit_paths=block_paths,
+    unit_paths=called_paths,
     between="blocks and the modules next to them",
     recompute=Recompute.LEFT_TO_ENGINE,
     one_process=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+from planner.export.around import hooks_around, lines_text, operations_around
 from planner.export.refusing import apart, calls_of, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.units import called_paths, calls_each_child_once, child_paths
@@ -39,10 +40,13 @@ def _make(request: Request) -> Made:
     plan, stages, notes = request.plan, request.unit_paths, []
     if not calls_each_child_once(request.model):
         stages = tuple(tuple(path for path in paths if calls_of(request.sequence, path)) for paths in stages)
+        done, hooked = operations_around(request), hooks_around(request)
         notes.append(
             "PipelineModule calls layers one after the other: what the model does between these modules must become "
-            "part of them."
+            f"part of them{f': {lines_text(done)}' if done else ''}."
         )
+        if hooked:
+            notes.append(f"Forward hooks of {' and '.join(hooked)} are not called there.")
     parts = [0, *accumulate(len(paths) for paths in stages)]
     config: dict[str, Any] = {
         "train_batch_size": plan.batch_size,

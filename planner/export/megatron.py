@@ -210,7 +210,8 @@ def _make(request: Request) -> Made:
     notes = (
         f"{counted(plan.ranks * plan.replicas, 'process')} with tensor and context parallelism of 1; "
         f"Megatron-LM makes R = {plan.replicas} of them.",
-        "Megatron-LM builds its own blocks: times and memory are predicted for those of this model.",
+        "Megatron-LM builds its own model, without operations and hooks of this one: times and memory are predicted "
+        "for this one's blocks.",
     )
     return Made(words, " ".join(map(shlex.quote, words)) + "\n", notes=notes)
 

@@ -277,3 +277,64 @@ def test_what_the_model_holds_itself_lies_where_values_are(seed: int) -> None:
     assert len({*device_map.values()}) == 3
     assert device_map["places"] == device_map[f"layers.{max(0, at - 1)}"]
     assert device_map["scale"] == device_map[f"layers.{max(0, scaled_at - 1)}"]
+
+
+class Around(nn.Module):
+    """Goes on without the modules that it lacks; may scale what it is called with, and return."""
+
+    def __init__(self, scale: float = 1, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Linear(WIDTH, width), nn.ModuleList(linears(4)), nn.Linear(width, WIDTH)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.scale == 1 else x * self.scale
+        for module in (self.embed, *self.layers, self.head):
+            x = module(x) if module is not None else x
+        return x
+
+
+LINE = f"{__file__}:{Around.forward.__code__.co_firstlineno + 1} (aten.mul.Tensor)"
+
+
+class Within(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def with_hook(model: nn.Module) -> nn.Module:
+    model.register_forward_hook(lambda module, given, output: output * 3)
+    return model
+
+
+def with_pre_hook(model: nn.Module) -> nn.Module:
+    model.register_forward_pre_hook(lambda module, given: (given[0] * 3,))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "said"),
+    [
+        (Around(), "torchtitan", None),
+        (Around(scale=2), "torchtitan", f"runs in each part; let one alone do {LINE}."),
+        (with_hook(Around()), "torchtitan", InfeasibleError),
+        (with_pre_hook(Around()), "torchtitan", InfeasibleError),
+        (Around(), "deepspeed", None),
+        (Around(scale=2), "deepspeed", f"must become part of them: {LINE}."),
+        (with_hook(Around()), "deepspeed", "Forward hooks of the model itself are not called there."),
+        (with_pre_hook(Within(with_hook(Around()))), "deepspeed", "Forward hooks of the model itself and 'body' are"),
+    ],
+)
+def test_what_a_model_does_around_its_modules_is_named(model: nn.Module, target: str, said: Any) -> None:
+    """In torchtitan each part scaled embeddings again and called hooks of the whole, without a word."""
+    plan = regression(model).plan(stages=2, schedule="1f1b")
+    if said is InfeasibleError:
+        with pytest.raises(said, match="the model's own forward hooks and pre-hooks in each of 2 parts; put them on"):
+            plan.export(target, model)
+        return
+    notes = " ".join(plan.export(target, model).notes)
+    assert said in notes if said else not re.search(r"hooks|aten|runs in each part", notes)

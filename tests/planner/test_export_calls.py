@@ -338,3 +338,55 @@ def test_what_a_model_does_around_its_modules_is_named(model: nn.Module, target:
         return
     notes = " ".join(plan.export(target, model).notes)
     assert said in notes if said else not re.search(r"hooks|aten|runs in each part", notes)
+
+
+class Meeting(nn.Module):
+    """Adds earlier values between its modules, some moved to the device of the later one."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self.layers, self.body = nn.ModuleList(linears(3)), Within(nn.ModuleList(linears(3)))
+        self.places = nn.Parameter(torch.randn(WIDTH))
+        kinds = random.choice(("first", "moved")), "places"
+        self.added = {random.randrange(6): random.choice(kinds) for _ in range(2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.sigmoid(x)
+        for number, layer in enumerate((*self.layers, *self.body.body.children())):
+            x = torch.tanh(layer(x))
+            first = x if number == 0 else first
+            match self.added.get(number):
+                case "first":
+                    x = x + first
+                case "moved":
+                    x = x + first.to(x.device)
+                case "places":
+                    x = x + self.places
+        return x
+
+
+def runs_with(model: nn.Module, device_map: dict[str, str], x: Tensor) -> bool:
+    """Whether it runs where the map says, and modules in it alone get what they are called with moved there."""
+    there = dict(zip(dict.fromkeys(device_map.values()), ("cpu", "meta"), strict=True))
+    for path, device in device_map.items():
+        if path == "places":
+            model.register_parameter(path, nn.Parameter(model.get_parameter(path).to(there[device])))
+            continue
+        module = model.get_submodule(path).to(there[device])
+        module.register_forward_pre_hook(lambda _, given, to=there[device]: tuple(one.to(to) for one in given))
+    try:
+        model(x)
+    except RuntimeError as problem:
+        assert "device" in str(problem), problem
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_tensors_of_several_devices_meet_is_said(seed: int) -> None:
+    """`head(y + first)` was exported without a word, and the addition failed with accelerate."""
+    model = Meeting(Random(seed))
+    known = regression(model)
+    made = known.plan(stages=2, schedule="gpipe").export("huggingface", model)
+    said = re.search(rf"move one to the other's device in {__file__}:\d+ \(aten.add.Tensor\)", " ".join(made.notes))
+    assert runs_with(model, made.value["device_map"], *known.inputs) == (said is None)

@@ -308,12 +308,21 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether anything is called before or after a module's forward pass, of its own or of all modules."""
+    everywhere = module_file._global_forward_hooks or module_file._global_forward_pre_hooks
+    return bool(module._forward_hooks or module._forward_pre_hooks or everywhere)
+
+
+_SEQUENTIAL = ("__call__", "_call_impl", "forward", "__iter__", "__len__", "named_children")
+"""What an `nn.Sequential` calls its children by, and engines count and find them by."""
+
+
 def calls_its_children(module: nn.Module) -> bool:
     """Whether it is an `nn.Sequential` that calls its children one after the other, and does nothing else."""
-    if not isinstance(module, nn.Sequential) or module._forward_hooks or module._forward_pre_hooks:
+    if not isinstance(module, nn.Sequential) or has_forward_hooks(module):
         return False
-    own_call = type(module).__call__ is not nn.Module.__call__
-    return not own_call and getattr(module.forward, "__func__", None) is nn.Sequential.forward
+    return all(getattr(getattr(module, name), "__func__", None) is getattr(nn.Sequential, name) for name in _SEQUENTIAL)
 
 
 def has_backward_hooks_of_all_modules() -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+from planner.export.around import hooks_around, lines_text, operations_around
 from planner.export.refusing import apart, calls_of, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
-from planner.export.units import block_paths, calls_each_child_once, child_paths
+from planner.export.units import called_paths, calls_each_child_once, child_paths
 from planner.plan.schedules import schedules_of
 from profiler.precision import precision_named, recipe_of
 
@@ -39,10 +40,13 @@ def _make(request: Request) -> Made:
     plan, stages, notes = request.plan, request.unit_paths, []
     if not calls_each_child_once(request.model):
         stages = tuple(tuple(path for path in paths if calls_of(request.sequence, path)) for paths in stages)
+        done, hooked = operations_around(request), hooks_around(request)
         notes.append(
             "PipelineModule calls layers one after the other: what the model does between these modules must become "
-            "part of them."
+            f"part of them{f': {lines_text(done)}' if done else ''}."
         )
+        if hooked:
+            notes.append(f"Forward hooks of {' and '.join(hooked)} are not called there.")
     parts = [0, *accumulate(len(paths) for paths in stages)]
     config: dict[str, Any] = {
         "train_batch_size": plan.batch_size,
@@ -94,7 +98,7 @@ TARGET = _target(
     between="children of the nn.Sequential",
     suits=lambda plan, model: calls_each_child_once(model),
     otherwise=_target(
-        unit_paths=block_paths,
+        unit_paths=called_paths,
         between="blocks and the modules next to them",
         tensors_between=1,
         check=lambda request: refuse_other_calls(request, "DeepSpeed", request.all_units),

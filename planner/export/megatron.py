@@ -13,9 +13,9 @@ from itertools import groupby
 
 from torch import nn
 
-from planner.export.refusing import OURS, refuse_other_calls
+from planner.export.refusing import OURS, calls_of, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
-from planner.export.units import Units, block_paths, owners
+from planner.export.units import Units, block_paths, holds_modules, is_group, kind_of, owners
 from planner.plan.schedules import schedules_of
 from profiler.errors import InfeasibleError
 from profiler.precision import recipe_of
@@ -23,6 +23,7 @@ from profiler.text import counted
 from profiler.tracing.sequence import LayerSequence
 
 EMBEDDING, BLOCK, LOSS, NEXT_STAGE = "E", "t", "L", "|"
+_TAKES_ANY = "export to torch.distributed.pipelining, which takes any model"
 _PLAIN = 3
 """So many equal letters are written out; more as a letter with a count."""
 
@@ -109,22 +110,58 @@ def _check(request: Request) -> None:
         found = ", ".join(f"{len(paths)} in {name!r}" for name, paths in units.blocks.items()) or "none"
         raise InfeasibleError(
             f"Megatron-LM lays out a transformer of one list of blocks, and this model has {found} (of an "
-            "nn.Sequential, the members of its most frequent class if they are in a row); export to "
-            "torch.distributed.pipelining, which takes any model"
+            f"nn.Sequential, the members of its most frequent class if they are in a row); {_TAKES_ANY}"
         )
-    classes = dict.fromkeys(type(request.model.get_submodule(path)).__name__ for path in blocks)
-    if len(classes) > 1:
-        raise InfeasibleError(
-            f"Megatron-LM lays out blocks of one class, and the list of {blocks[0]} to {blocks[-1]} holds members of "
-            f"{len(classes)}: {', '.join(classes)}; keep nothing but blocks in it, or export to "
-            "torch.distributed.pipelining, which takes any model"
-        )
+    _refuse_other_kinds(request.model, blocks)
+    _refuse_blocks_elsewhere(request, blocks)
     refuse_other_calls(request, "Megatron-LM", blocks)
     _ties_embedding(request)
     if plan.chunks > 1 and plan.M % plan.ranks:
         raise InfeasibleError(
             f"Megatron-LM's interleaved schedule takes whole groups of {plan.ranks} micro-batches, and M = {plan.M}; "
             f"plan with micro_batches={plan.ranks * max(1, round(plan.M / plan.ranks))}"
+        )
+
+
+def _refuse_other_kinds(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Refuse a list of blocks of which some are of other kinds, or groups of more blocks, than others."""
+    kinds = {kind_of(model.get_submodule(path)): model.get_submodule(path) for path in blocks}
+    if len(kinds) > 1:
+        raise InfeasibleError(
+            f"Megatron-LM lays out blocks of one class, and the list of {blocks[0]} to {blocks[-1]} holds members of "
+            f"{len(kinds)}: {', '.join(map(_class_text, kinds.values()))}; keep nothing but blocks in it, or "
+            f"{_TAKES_ANY}"
+        )
+    first: dict[str, tuple[str, int]] = {}
+    for path in blocks:
+        for name, inner in model.get_submodule(path).named_modules():
+            count = len([*inner.children()])
+            other, known = first.setdefault(name, (path, count)) if is_group(inner) else (path, count)
+            if known != count:
+                raise InfeasibleError(
+                    f"Megatron-LM lays out blocks that are alike, and {other} holds {counted(known, 'block')} in "
+                    f"{name!r} where {path} holds {count}; keep nothing but blocks in one list, or {_TAKES_ANY}"
+                )
+
+
+def _class_text(module: nn.Module) -> str:
+    held = ", ".join(type(child).__name__ for child in module.children())
+    return f"{type(module).__name__}({held})" if kind_of(module) is not type(module) else type(module).__name__
+
+
+def _refuse_blocks_elsewhere(request: Request, blocks: Sequence[str]) -> None:
+    """Refuse a model that calls modules like its blocks outside of their list, which would vanish into E and L."""
+    kind = kind_of(request.model.get_submodule(blocks[0]))
+    others = [
+        path
+        for path, module in request.model.named_modules()
+        if holds_modules(module) and kind_of(module) == kind and not owners([path], blocks)
+        and calls_of(request.sequence, path)
+    ]  # fmt: skip
+    if others:
+        raise InfeasibleError(
+            f"Megatron-LM lays out blocks of one list, and this model calls {len(others)} more like the {len(blocks)} "
+            f"from {blocks[0]} to {blocks[-1]}: {', '.join(others)}; put all of them in that list, or {_TAKES_ANY}"
         )
 
 
@@ -173,7 +210,8 @@ def _make(request: Request) -> Made:
     notes = (
         f"{counted(plan.ranks * plan.replicas, 'process')} with tensor and context parallelism of 1; "
         f"Megatron-LM makes R = {plan.replicas} of them.",
-        "Megatron-LM builds its own blocks: times and memory are predicted for those of this model.",
+        "Megatron-LM builds its own model, without operations and hooks of this one: times and memory are predicted "
+        "for this one's blocks.",
     )
     return Made(words, " ".join(map(shlex.quote, words)) + "\n", notes=notes)
 

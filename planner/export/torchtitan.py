@@ -11,12 +11,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from planner.export.refusing import calls_of, refuse_other_calls
+from planner.export.around import hooks_around, lines_text, operations_around
+from planner.export.refusing import OURS, calls_of, refuse_other_calls
 from planner.export.target import Made, Recompute, Request, Target
 from planner.export.torch_pipelining import passes_of
 from planner.export.units import listed_paths
 from planner.plan.plan import Plan
 from planner.plan.schedules import SCHEDULES
+from profiler.errors import InfeasibleError
 
 SCHEDULE_FILE = "schedule.csv"
 
@@ -51,6 +53,9 @@ def _make(request: Request) -> Made:
         "hand on one tensor.",
         "Versions without TOML take the same names as options, such as --parallelism.pipeline_parallel_degree.",
     ]
+    done = operations_around(request)
+    if done:
+        notes.append(f"What the model does around its modules runs in each part; let one alone do {lines_text(done)}.")
     files = {"torchtitan.toml": _toml(value)}
     if "pipeline_parallel_schedule_csv" in schedule:
         files[SCHEDULE_FILE], on_passes = passes_of(plan, request.sequence)
@@ -59,7 +64,15 @@ def _make(request: Request) -> Made:
 
 
 def _check(request: Request) -> None:
-    """Its split renumbers lists, and gives each module to one part; what the model never calls matters in lists."""
+    """Its split renumbers lists, and gives each module to one part; what the model never calls matters in lists.
+
+    The model's own forward pass runs in each part, and so do its hooks.
+    """
+    if hooks_around(request):
+        raise InfeasibleError(
+            f"torchtitan would call the model's own forward hooks and pre-hooks in each of {request.plan.K} parts; put "
+            f"them on the module that runs first or last, or {OURS}"
+        )
     called = [path for path in request.all_units if calls_of(request.sequence, path)]
     refuse_other_calls(request, "torchtitan", [*called, *request.blocks])
 

@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from torch import nn
 
+from profiler.observe.source_place import own_forward
 from profiler.torch_private import calls_its_children
 from profiler.tracing.sequence import LayerSequence
 
@@ -56,17 +57,23 @@ def block_paths(model: nn.Module) -> tuple[str, ...]:
     """What the model's outermost lists hold, wherever they are, and the modules next to them: `"model.layers.0"`.
 
     An `nn.ModuleDict` that holds an `nn.ModuleList` is a module like any other: `"transformer.h.0"` beside
-    `"transformer.wte"`.
+    `"transformer.wte"`. In place of a group of blocks in a list are its blocks: `"stages.1.0"`.
     """
-    return tuple(_blocks(model, "", is_list=False))
+    return tuple(_blocks(model, "", is_list=False, opens=is_group))
 
 
-def _blocks(module: nn.Module, prefix: str, *, is_list: bool) -> Iterator[str]:
+def called_paths(model: nn.Module) -> tuple[str, ...]:
+    """The same of modules that can be called: in place of one without a `forward`, such as a list, what it holds."""
+    return tuple(_blocks(model, "", is_list=False, opens=lambda module: own_forward(module) is nn.Module.forward))
+
+
+def _blocks(module: nn.Module, prefix: str, *, is_list: bool, opens: Callable[[nn.Module], bool]) -> Iterator[str]:
     for name, child in _children(module):
         path = f"{prefix}{name}"
         inner_list = _is_list(child)
-        if not is_list and any(True for _ in child.children()) and (inner_list or _holds_list(child)):
-            yield from _blocks(child, f"{path}.", is_list=inner_list)
+        outermost = not is_list and (inner_list or _holds_list(child))
+        if holds_modules(child) and (outermost or opens(child)):
+            yield from _blocks(child, f"{path}.", is_list=is_list or inner_list, opens=opens)
         else:
             yield path
 
@@ -77,16 +84,39 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential)
 
 
-def _named_blocks(module: nn.Module) -> list[str]:
+def is_group(module: nn.Module) -> bool:
+    """Whether it is a list of modules that are alike and hold modules themselves, as blocks do and linear maps do not.
+
+    Attention and a feed-forward network in a list, each in a wrapper of one class, are no two blocks but one.
+    """
+    members = [*module.children()]
+    return _is_list(module) and len({*map(_structure, members)}) == 1 and holds_modules(members[0])
+
+
+def holds_modules(module: nn.Module) -> bool:
+    """Whether it holds any other."""
+    return any(True for _ in module.children())
+
+
+def _structure(module: nn.Module) -> tuple[object, ...]:
+    return tuple((name, type(inner)) for name, inner in module.named_modules(remove_duplicate=False))
+
+
+def kind_of(module: nn.Module) -> object:
+    """What members of one kind have in common: their class, and of lists that of all that they hold."""
+    return _structure(module) if _is_list(module) else type(module)
+
+
+def _named_blocks(of_list: nn.Module, members: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """Names of the members of a list that are blocks: all of them, as they have numbers for names.
 
     An `nn.Sequential` may hold a whole model, so there they are the members of the class that most are of, in a row;
     none if two classes are as frequent, or others lie between.
     """
-    names = [name for name, _ in _children(module)]
-    if not isinstance(module, nn.Sequential):
-        return [name for name in names if name.isdecimal()]
-    classes = [type(child) for _, child in _children(module)]
+    names = [name for name, _ in members]
+    if not isinstance(of_list, nn.Sequential):
+        return [name for name in names if name.replace(".", "").isdecimal()]
+    classes = [type(child) for _, child in members]
     (most, count), *others = Counter(classes).most_common(2)
     first = classes.index(most)
     is_run = all(fewer < count for _, fewer in others) and classes[first : first + count] == [most] * count
@@ -154,13 +184,34 @@ def units_of(sequence: LayerSequence, model: nn.Module, unit_paths: UnitPaths) -
 
 
 def _blocks_of_lists(model: nn.Module, paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Of each list whose blocks are units the paths of these."""
+    """Of each list whose blocks are units the paths of these; lists in it are one with it."""
     found = {}
-    for parent in dict.fromkeys(path.rpartition(".")[0] for path in paths):
-        blocks = tuple(f"{parent}.{name}" if parent else name for name in _named_blocks(model.get_submodule(parent)))
+    for parent in dict.fromkeys(_list_around(model, path) for path in paths):
+        holder, prefix = model.get_submodule(parent), f"{parent}." if parent else ""
+        members = [*_members(holder, prefix, {*paths})] if parent else _children(holder)
+        blocks = tuple(f"{prefix}{name}" for name in _named_blocks(holder, members))
         if blocks and {*blocks} <= {*paths}:
             found[parent] = blocks
     return found
+
+
+def _list_around(model: nn.Module, path: str) -> str:
+    """Path of what holds a unit: of lists in each other the outermost, but for the model itself."""
+    parent = path.rpartition(".")[0]
+    while _is_list(model.get_submodule(parent)) and (above := parent.rpartition(".")[0]):
+        if not _is_list(model.get_submodule(above)):
+            break
+        parent = above
+    return parent
+
+
+def _members(holder: nn.Module, prefix: str, paths: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of what a module holds; of lists in a list, which are no units, of what these hold."""
+    for name, child in _children(holder):
+        if _is_list(holder) and _is_list(child) and f"{prefix}{name}" not in paths:
+            yield from ((f"{name}.{own}", inner) for own, inner in _members(child, f"{prefix}{name}.", paths))
+        else:
+            yield name, child
 
 
 def owners(modules: Iterable[str], paths: Collection[str]) -> set[str]:

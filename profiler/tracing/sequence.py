@@ -27,6 +27,7 @@ from profiler.text import counted
 from profiler.tracing.batch_norm import BatchStatistics
 from profiler.tracing.left_out import LeftOut
 from profiler.tracing.retarget import function_on
+from profiler.tracing.sites import Site
 
 if TYPE_CHECKING:
     import networkx
@@ -150,6 +151,7 @@ class LayerSequence:
         prelude_names: all names that a prelude can compute.
         operations: all operations of the graph in order, those of the prelude included.
         prelude_positions: positions among `operations` of those of the prelude.
+        sites: finds where each of `operations` is in the model, and what it reads.
         outputs: leaves of the model's output in flattened order: the name of a value, or a constant in a tuple.
         output_shapes: name of a value in `outputs` -> its extents, as of a `BoundaryValue`; None if it is a number.
         output_tree: structure of the model's output.
@@ -173,6 +175,7 @@ class LayerSequence:
     prelude_names: frozenset[str]
     operations: tuple[str, ...] = field(repr=False)
     prelude_positions: frozenset[int] = field(repr=False)
+    sites: Callable[[], tuple[Site, ...]] = field(repr=False)
     outputs: tuple[str | tuple[Any], ...]
     output_shapes: Mapping[str, tuple[Any, ...] | None] = field(repr=False)
     output_tree: pytree.TreeSpec

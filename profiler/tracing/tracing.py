@@ -48,6 +48,7 @@ from profiler.tracing.prelude import prelude_nodes
 from profiler.tracing.progress import Part, done, shown
 from profiler.tracing.sample import DTYPES, BatchDims, describe_sample, tensor_leaves
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelude
+from profiler.tracing.sites import sites_of
 from profiler.tracing.unlike_types import refuse_unlike_types
 
 
@@ -358,6 +359,7 @@ def _assemble(model: nn.Module, served: Served, body: Body, starts: Sequence[int
         ),
         operations=tuple(operation_name(node) for node in _operations(traced)),
         prelude_positions=frozenset(i for i, n in enumerate(_operations(traced)) if n not in body.last_use),
+        sites=lambda: sites_of(traced.module.graph),
         outputs=tuple(
             leaf.name if isinstance(leaf, fx.Node) else (traced.left_out.get(place, leaf),)
             for place, leaf in enumerate(output.args[0])

@@ -329,6 +329,7 @@ def test_megatron_gets_options() -> None:
     assert int(options["--global-batch-size"]) == BATCH
     assert options["--recompute-num-layers"] == "1"
     assert made.value[-1] == "--untie-embeddings-and-output-weights"
+    assert "without operations and hooks of this one" in made.notes[1]
     segments = [segment for stage in made.plan.stages for segment in stage.recompute]
     assert len(segments) == 4  # one for each block, and none for what is before and after them
     assert made.plan == plan

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from planner import Plan
+from planner.export.units import calls_each_child_once
 from profiler.errors import InfeasibleError
 from tests.planner.exported import BATCH, Case, priced
 
@@ -38,6 +40,25 @@ class Reversed(nn.Sequential):
         return x
 
 
+class Iterated(nn.Sequential):
+    """Its children in a row are not what it calls in a row."""
+
+    def __iter__(self) -> Any:
+        return reversed([*self._modules.values()])
+
+
+class Counted(nn.Sequential):
+    """For engines it has a child less."""
+
+    def __len__(self) -> int:
+        return super().__len__() - 1
+
+
+class Implemented(nn.Sequential):
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs) * 2
+
+
 class Named(nn.Sequential):
     """Only a name of its own."""
 
@@ -63,13 +84,22 @@ def hooked_child(*modules: nn.Module) -> nn.Module:
     return nn.Sequential(*modules)
 
 
+def called_by_its_instance(*modules: nn.Module) -> nn.Module:
+    model = nn.Sequential(*modules)
+    vars(model)["_call_impl"] = lambda x: nn.Sequential.forward(model, x) * 2
+    return model
+
+
 def named_twice(*modules: nn.Module) -> nn.Module:
     act = nn.Tanh()
     return nn.Sequential(*(one for module in modules for one in (module, act)))
 
 
 PLAIN = (nn.Sequential, Named, hooked_child)
-OTHERS = (Scaled, Doubled, Reversed, hooked, hooked_before, named_twice)
+OTHERS = (
+    *(Scaled, Doubled, Reversed, Iterated, Counted, Implemented),
+    *(called_by_its_instance, hooked, hooked_before, named_twice),
+)
 
 
 def in_a_row(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -110,6 +140,14 @@ def test_layers_for_deepspeed_are_the_model_or_it_is_said(kind: Any) -> None:
     said = "what the model does between these modules must become part of them" in " ".join(made.notes)
     assert said == (kind not in PLAIN)
     assert said or torch.equal(in_a_row(layers, *known.inputs), model(*known.inputs))
+
+
+def test_a_hook_of_all_modules_is_one_of_the_whole() -> None:
+    model = nn.Sequential(*linears(2))
+    handle = register_module_forward_hook(lambda module, given, output: output * 2)
+    assert not calls_each_child_once(model)
+    handle.remove()
+    assert calls_each_child_once(model)
 
 
 # A list of blocks.
@@ -239,3 +277,116 @@ def test_what_the_model_holds_itself_lies_where_values_are(seed: int) -> None:
     assert len({*device_map.values()}) == 3
     assert device_map["places"] == device_map[f"layers.{max(0, at - 1)}"]
     assert device_map["scale"] == device_map[f"layers.{max(0, scaled_at - 1)}"]
+
+
+class Around(nn.Module):
+    """Goes on without the modules that it lacks; may scale what it is called with, and return."""
+
+    def __init__(self, scale: float = 1, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Linear(WIDTH, width), nn.ModuleList(linears(4)), nn.Linear(width, WIDTH)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.scale == 1 else x * self.scale
+        for module in (self.embed, *self.layers, self.head):
+            x = module(x) if module is not None else x
+        return x
+
+
+LINE = f"{__file__}:{Around.forward.__code__.co_firstlineno + 1} (aten.mul.Tensor)"
+
+
+class Within(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def with_hook(model: nn.Module) -> nn.Module:
+    model.register_forward_hook(lambda module, given, output: output * 3)
+    return model
+
+
+def with_pre_hook(model: nn.Module) -> nn.Module:
+    model.register_forward_pre_hook(lambda module, given: (given[0] * 3,))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "said"),
+    [
+        (Around(), "torchtitan", None),
+        (Around(scale=2), "torchtitan", f"runs in each part; let one alone do {LINE}."),
+        (with_hook(Around()), "torchtitan", InfeasibleError),
+        (with_pre_hook(Around()), "torchtitan", InfeasibleError),
+        (Around(), "deepspeed", None),
+        (Around(scale=2), "deepspeed", f"must become part of them: {LINE}."),
+        (with_hook(Around()), "deepspeed", "Forward hooks of the model itself are not called there."),
+        (with_pre_hook(Within(with_hook(Around()))), "deepspeed", "Forward hooks of the model itself and 'body' are"),
+    ],
+)
+def test_what_a_model_does_around_its_modules_is_named(model: nn.Module, target: str, said: Any) -> None:
+    """In torchtitan each part scaled embeddings again and called hooks of the whole, without a word."""
+    plan = regression(model).plan(stages=2, schedule="1f1b")
+    if said is InfeasibleError:
+        with pytest.raises(said, match="the model's own forward hooks and pre-hooks in each of 2 parts; put them on"):
+            plan.export(target, model)
+        return
+    notes = " ".join(plan.export(target, model).notes)
+    assert said in notes if said else not re.search(r"hooks|aten|runs in each part", notes)
+
+
+class Meeting(nn.Module):
+    """Adds earlier values between its modules, some moved to the device of the later one."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self.layers, self.body = nn.ModuleList(linears(3)), Within(nn.ModuleList(linears(3)))
+        self.places = nn.Parameter(torch.randn(WIDTH))
+        kinds = random.choice(("first", "moved")), "places"
+        self.added = {random.randrange(6): random.choice(kinds) for _ in range(2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.sigmoid(x)
+        for number, layer in enumerate((*self.layers, *self.body.body.children())):
+            x = torch.tanh(layer(x))
+            first = x if number == 0 else first
+            match self.added.get(number):
+                case "first":
+                    x = x + first
+                case "moved":
+                    x = x + first.to(x.device)
+                case "places":
+                    x = x + self.places
+        return x
+
+
+def runs_with(model: nn.Module, device_map: dict[str, str], x: Tensor) -> bool:
+    """Whether it runs where the map says, and modules in it alone get what they are called with moved there."""
+    there = dict(zip(dict.fromkeys(device_map.values()), ("cpu", "meta"), strict=True))
+    for path, device in device_map.items():
+        if path == "places":
+            model.register_parameter(path, nn.Parameter(model.get_parameter(path).to(there[device])))
+            continue
+        module = model.get_submodule(path).to(there[device])
+        module.register_forward_pre_hook(lambda _, given, to=there[device]: tuple(one.to(to) for one in given))
+    try:
+        model(x)
+    except RuntimeError as problem:
+        assert "device" in str(problem), problem
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_tensors_of_several_devices_meet_is_said(seed: int) -> None:
+    """`head(y + first)` was exported without a word, and the addition failed with accelerate."""
+    model = Meeting(Random(seed))
+    known = regression(model)
+    made = known.plan(stages=2, schedule="gpipe").export("huggingface", model)
+    said = re.search(rf"move one to the other's device in {__file__}:\d+ \(aten.add.Tensor\)", " ".join(made.notes))
+    assert runs_with(model, made.value["device_map"], *known.inputs) == (said is None)

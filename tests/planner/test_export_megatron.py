@@ -114,6 +114,97 @@ def test_blocks_that_cannot_be_told_are_refused(model: Any, message: str) -> Non
         for_megatron(model())
 
 
+class Pair(nn.Module):
+    """A wrapper of one class around unlike modules."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_a_row([*self.blocks], x)
+
+
+def in_a_row(modules: list[nn.Module], x: Tensor) -> Tensor:
+    """Lists have no forward pass of their own."""
+    for module in modules:
+        x = in_a_row([*module], x) if isinstance(module, nn.ModuleList) else module(x)
+    return x
+
+
+class Parts(nn.Module):
+    """Modules by names, called in a row."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, module in parts.items():
+            self.add_module(name, module)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return in_a_row([*self.children()], ids)
+
+
+def group(random: Random) -> nn.Module:
+    blocks = [Block() for _ in range(random.randint(1, 3))]
+    return random.choice([nn.ModuleList(blocks), nn.Sequential(*blocks)])
+
+
+def pair() -> nn.Module:
+    halves = Pair(nn.Linear(WIDTH, WIDTH)), Pair(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    return nn.ModuleList(halves)
+
+
+def random_parts(random: Random, kind: str) -> tuple[nn.Module, int | None]:
+    """A transformer, and how many blocks it has; None if that cannot be told."""
+    count = random.randint(2, 4)
+    blocks: list[nn.Module] = [Block() for _ in range(count)]
+    groups: list[nn.Module] = [group(random), nn.ModuleList([Block(), Block()]), nn.Sequential(Block())]
+    stages: list[nn.Module] = [Stage(blocks), Stage([*blocks, Block()])]
+    two_kinds: list[nn.Module] = [nn.Sequential(*blocks), nn.Sequential(*(Other() for _ in blocks))]
+    between: dict[str, nn.Module] = {
+        "nested": Parts(stages=nn.ModuleList(groups)),
+        "pairs": Parts(layers=nn.ModuleList(pair() for _ in range(count))),
+        "list before": Parts(stem=nn.ModuleList([Block()]), blocks=nn.ModuleList(blocks)),
+        "block after": Parts(blocks=nn.ModuleList(blocks), last=Block()),
+        "wrapped": Parts(blocks=nn.ModuleList(blocks), last=Pair(Block())),
+        "stages": Parts(stages=nn.ModuleList(stages)),
+        "two kinds": Parts(stages=nn.ModuleList(two_kinds)),
+    }
+    model = Parts(embed=nn.Embedding(WORDS, WIDTH), body=between[kind], head=nn.Linear(WIDTH, WORDS))
+    nested = sum(isinstance(module, Block) for module in model.modules())
+    return model, {"nested": nested, "pairs": count}.get(kind)
+
+
+@pytest.mark.parametrize("kind", ["nested", "pairs", "list before", "block after", "wrapped", "stages", "two kinds"])
+def test_blocks_in_groups_and_beside_their_list_are_counted_or_refused(kind: str) -> None:
+    """Of lists in a list each was a block, and a block in a list of its own went into E or L."""
+    model, count = random_parts(Random(kind), kind)
+    ids = torch.randint(WORDS, (BATCH, 3))
+    known = priced(model, (ids,), ids, loss_of)
+    plan = known.plan(**PAIR)
+    if kind == "nested":
+        layers = plan.export("deepspeed", model).value["layers"]
+        torch.testing.assert_close(in_a_row([model.get_submodule(path) for path in layers], ids), model(ids))
+        device_map = known.plan(stages=1).export("huggingface", model).value["device_map"]
+        assert not [path for path in device_map if isinstance(model.get_submodule(path), nn.ModuleList)]
+    if count is None:
+        with pytest.raises(InfeasibleError, match=r"Megatron-LM lays out blocks .* export to torch.distributed"):
+            plan.export("megatron-lm", model)
+        return
+    options = options_of(plan.export("megatron-lm", model))
+    assert options["--num-layers"] == str(count)
+    assert "".join(megatron_stages(options["--pipeline-model-parallel-layout"])) == "E" + "t" * count + "L"
+
+
 def test_torchtitan_recomputes_blocks_and_not_what_is_beside_them() -> None:
     model = sequential(*(Block() for _ in range(4)), nn.LayerNorm(WIDTH))
     ids = torch.randint(WORDS, (BATCH, 3))

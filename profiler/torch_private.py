@@ -308,6 +308,21 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+@contextlib.contextmanager
+def graph_called(module: nn.Module) -> Iterator[None]:
+    """Within, export calls a module that is a graph itself as it calls others: with hooks, and a `forward` set on it.
+
+    It would run the nodes of a `GraphModule` one by one, and nothing else.
+    """
+    kind = type(module)
+    if isinstance(module, fx.GraphModule):
+        module.__class__ = type(kind.__name__, (nn.Module,), {"forward": kind.forward})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+
+
 def calls_its_children(module: nn.Module) -> bool:
     """Whether it is an `nn.Sequential` that calls its children one after the other, and does nothing else."""
     if not isinstance(module, nn.Sequential) or module._forward_hooks or module._forward_pre_hooks:

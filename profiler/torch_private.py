@@ -78,6 +78,11 @@ def values_of(sparse: Tensor) -> Tensor:
     return sparse._values()
 
 
+def parts_of(sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices and values of a sparse tensor, on whose memory it lies; also where places may stand twice."""
+    return sparse._indices(), sparse._values()
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd has a tensor for a view of another one."""
     return tensor._is_view()

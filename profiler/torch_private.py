@@ -78,6 +78,11 @@ def values_of(sparse: Tensor) -> Tensor:
     return sparse._values()
 
 
+def parts_of(sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices and values of a sparse tensor, on whose memory it lies; also where places may stand twice."""
+    return sparse._indices(), sparse._values()
+
+
 def is_view(tensor: Tensor) -> bool:
     """Whether autograd has a tensor for a view of another one."""
     return tensor._is_view()
@@ -316,6 +321,21 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 _SEQUENTIAL = ("__call__", "_call_impl", "forward", "__iter__", "__len__", "named_children")
 """What an `nn.Sequential` calls its children by, and engines count and find them by."""
+
+
+@contextlib.contextmanager
+def graph_called(module: nn.Module) -> Iterator[None]:
+    """Within, export calls a module that is a graph itself as it calls others: with hooks, and a `forward` set on it.
+
+    It would run the nodes of a `GraphModule` one by one, and nothing else.
+    """
+    kind = type(module)
+    if isinstance(module, fx.GraphModule):
+        module.__class__ = type(kind.__name__, (nn.Module,), {"forward": kind.forward})
+    try:
+        yield
+    finally:
+        module.__class__ = kind
 
 
 def calls_its_children(module: nn.Module) -> bool:

@@ -6,8 +6,10 @@ such a model lie on the meta device: there is no memory for them, and costs do n
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +21,7 @@ from executor.commands.interruption import interruption_later
 from executor.commands.options import SAMPLES, Assignment, FloatType
 from profiler.arguments import meant
 from profiler.errors import ArgumentError
-from profiler.quantities import shown
+from profiler.quantities import MOST_LAYERS, check_count, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +33,13 @@ SAMPLE_ROWS = 4
 _NAME_ONE = "name the model: either a function as MODEL, or a configuration with --hf"
 LONGEST_BY_DEFAULT = 4096
 """Tokens of a sample at most, where nobody says how many [chosen]."""
+_TOKENS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")  # any configuration may have these
+_MASKS = ("attention_mask", "decoder_attention_mask")
+"""Of padding, in the sample of a model with a decoder of its own: some can be traced with them alone."""
+_BLOCKS = re.compile(r"(n|num)_((hidden|encoder|decoder)_)?layers?|(en|de)coder_layers|\w*heads?")
+"""Names of what no model has none of: other layers, such as those with experts, may all be left out."""
+_ONE_BY_ONE = re.compile(r"\w*(layers?|blocks|experts)")
+"""Names of what a model has a module of each of, where it counts something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,7 @@ def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = _configuration(named, changes)
     build = _kind_of_model(config)
+    _set_missing_tokens(config)
     given = sequence or min(LONGEST_BY_DEFAULT, getattr(config, "max_position_embeddings", LONGEST_BY_DEFAULT))
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and given > most:
@@ -167,7 +177,9 @@ def _from_configuration(named: str, changes: Mapping[str, Any], sequence: int | 
             f"transformers builds no model of {named}{_changed(changes)} ({type(problem).__name__}: {problem}); "
             f"change {'these values' if changes else 'its values with --set'}"
         ) from problem
-    return Built(model, {"input_ids": tokens, "labels": tokens})
+    takes = inspect.signature(model.forward).parameters
+    masks = [name for name in _MASKS if config.is_encoder_decoder and name in takes]
+    return Built(model, {"input_ids": tokens, "labels": tokens, **dict.fromkeys(masks, tokens)})
 
 
 def _changed(changes: Mapping[str, Any]) -> str:
@@ -186,7 +198,7 @@ def _configuration(named: str, changes: Mapping[str, Any]) -> Any:
     if named.endswith(".json") or Path(named).is_file():
         try:
             values = json.loads(read_file(named, "configuration", ArgumentError))
-        except json.JSONDecodeError as problem:
+        except (ValueError, RecursionError) as problem:
             raise ArgumentError(
                 f"{named}: no JSON: {problem}; --hf takes a config.json as transformers writes it"
             ) from problem
@@ -200,16 +212,41 @@ def _configuration(named: str, changes: Mapping[str, Any]) -> Any:
         )
     known = AutoConfig.for_model(kind).to_dict()
     for name in changes:
-        if name not in known:
+        if name not in known and name not in _TOKENS:
             near = meant(name, known, most=3)
             raise ArgumentError(f"--set {name}: the configuration of a {kind} has no such value{near}")
-    changed = {name: _value(value, known[name]) for name, value in changes.items()}
+    changed = {name: _value(value, known.get(name)) for name, value in changes.items()}
     try:
-        return AutoConfig.for_model(kind, **{**values, **changed, "use_cache": False})
+        config = AutoConfig.for_model(kind, **{**values, **changed, "use_cache": False})
     except Exception as problem:
         raise ArgumentError(
             f"{named}{_changed(changes)} is no configuration that transformers takes: {problem}"
         ) from problem
+    for path, value, usual in _counts(config.to_dict(), known):
+        name = path.rpartition(".")[2]
+        if (_BLOCKS.fullmatch(name) and usual > 0) or (_ONE_BY_ONE.fullmatch(name) and value > MOST_LAYERS):
+            check_count(f"{path} of {named}", value, most=MOST_LAYERS)
+    return config
+
+
+def _counts(values: Mapping[str, Any], usual: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int, int]]:
+    """Each whole number of a configuration with its path, and what it is in the usual one of this type (or 1)."""
+    for name, value in values.items():
+        like = usual.get(name)
+        if isinstance(value, dict):
+            yield from _counts(value, like if isinstance(like, dict) else {}, f"{path}{name}.")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield f"{path}{name}", value, like if isinstance(like, int) else 1
+
+
+def _set_missing_tokens(config: Any) -> None:
+    """Let a decoder begin with a token, which generation alone may need to know otherwise: costs are those of any."""
+    if config.is_encoder_decoder:
+        known = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id")]
+        any_token = next((token for token in known if token is not None), 0)
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, any_token)
 
 
 def _value(text: int | str, like: Any) -> Any:
@@ -218,7 +255,7 @@ def _value(text: int | str, like: Any) -> Any:
         return text
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -223,6 +223,10 @@ def _totals(plan: PlanFields) -> Iterator[str]:
     busiest = least_s.index(max(least_s))
     if least_s[busiest] > said.step_s * (1 + ROUNDING):
         yield (f"the passes of rank {busiest} take {least_s[busiest]:.6g} s of a step, and step_s is {said.step_s:.6g}")
+    for position, stage in enumerate(plan.stages):
+        send_s = max(max(entry.send_forward_s, entry.send_backward_s) for entry in stage.times)
+        if send_s > said.step_s * (1 + ROUNDING):
+            yield f"a message of stage {position} takes {send_s:.6g} s, and step_s is {said.step_s:.6g}"
     if not isclose(said.samples_per_s * said.step_s, plan.batch_size, rel_tol=ROUNDING):
         yield f"samples_per_s is {said.samples_per_s}, with {plan.batch_size} samples in {said.step_s} s"
     optimizer_s = plan_optimizer_s(plan)

@@ -24,7 +24,7 @@ from profiler.observe.both_branches import sees_both_branches
 from profiler.observe.flops import FLOP_FORMULAS
 from profiler.run.layer_runner import LayerRunner, backward, keep
 from profiler.timing.weight_passes import gone_forward
-from profiler.torch_private import schema_of, storage_of
+from profiler.torch_private import parts_of, schema_of, storage_of
 from profiler.tracing.sequence import BoundaryValue, LayerSequence
 
 ALIGNED_BYTES = 16
@@ -126,8 +126,7 @@ class _Meter(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        read = [item for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
-        written = [item for item in pytree.tree_leaves(out) if isinstance(item, Tensor)]
+        read, written = _with_memory((args, kwargs)), _with_memory(out)
         in_place = bool(schema_of(func).is_mutable)
         if not written or (not in_place and {*map(storage_of, written)} <= {*map(storage_of, read)}):
             return out  # a view, or a question about shapes
@@ -158,6 +157,12 @@ class _Meter(TorchDispatchMode):
             arithmetic=np.array([one.arithmetic for one in seen], dtype=np.intp),
             aligned=np.array([one.aligned for one in seen], bool),
         )
+
+
+def _with_memory(values: Any) -> list[Tensor]:
+    """The tensors with a storage of their own in a tree; of a sparse one its indices and values."""
+    tensors = [item for item in pytree.tree_leaves(values) if isinstance(item, Tensor)]
+    return [part for item in tensors for part in (parts_of(item) if item.is_sparse else (item,))]
 
 
 def _read_again(name: str, written: Sequence[Tensor]) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ from profiler.torch_private import (
     CAUSAL_MASK_TEST,
     MODULE_CALL,
     depends_on_data,
+    graph_called,
     lazy_graph_modules,
     parsed_move,
     registration_hooks_stay,
@@ -206,6 +207,7 @@ def _exported(
                 mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
                 lazy_graph_modules(),
                 registration_hooks_stay(),
+                graph_called(model),
             ):
                 program = torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes, strict=False)
                 progress.done(Part.MODULES)

@@ -44,7 +44,7 @@ from profiler.tracing.node_facts import NodeFacts, analyse
 from profiler.tracing.progress import Part
 from profiler.tracing.refusals import refuse_parameters_as_arrays
 from profiler.tracing.sample_run import has_no_values, refuse_failing_call, sample_runs
-from profiler.tracing.symbolic import CONSTANT, leaf_modules, symbolic_module
+from profiler.tracing.symbolic import CONSTANT, forward_by, leaf_modules, symbolic_module
 
 Traced: TypeAlias = tuple[TracedGraph, Mapping[fx.Node, NodeFacts], tuple[str, ...]]
 """A graph, what is known of its nodes, and what is called as it is: paths of modules, and names of functions."""
@@ -266,8 +266,9 @@ def static_export(model: nn.Module, spec: SampleSpec, training: bool, ask: Askin
 def symbolic_trace(model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> Traced:
     """Front end 3; it takes no answers."""
     with mode_of(model, training):
-        module = symbolic_module(model, spec)
-        return exported(module, spec, training, leaf_modules(module))
+        graph = symbolic_module(model, spec)
+        with forward_by(graph, model):
+            return exported(model, spec, training, leaf_modules(graph))
 
 
 def children(model: nn.Module, spec: SampleSpec, training: bool, ask: Asking) -> Traced:

@@ -6,8 +6,10 @@ without gradient or under autocast, random numbers drawn once and for all, and c
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -105,7 +107,9 @@ def _region() -> tuple[bool, ...]:
 
 
 def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
-    """The model as a graph of operations and leaf modules, with the names of its parameters.
+    """The forward pass of a model's class as a graph of operations and leaf modules, with the names of its parameters.
+
+    Hooks of the model itself are not in it, nor what its class does in a `__call__`: see `forward_by`.
 
     Args:
         model: in the mode in which it is to be traced.
@@ -114,6 +118,8 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
     Raises:
         NotTraceableError: it cannot be traced so, or the graph would lose something.
     """
+    if "forward" in vars(model):
+        raise NotTraceableError("symbolic_trace would lose the forward that was set on the model itself")
     tracer = _Tracer(model, spec.keep_together)
     before, states = attributes_of(model), (python_and_numpy_states(), torch.get_rng_state())
     changed: list[str] = []
@@ -161,6 +167,23 @@ def symbolic_module(model: nn.Module, spec: SampleSpec) -> fx.GraphModule:
         raise NotTraceableError(f"the forward pass changes {changed[0]!r}, which is of Python")
     _wrap_functions(module)
     return module
+
+
+@contextlib.contextmanager
+def forward_by(graph: fx.GraphModule, model: nn.Module) -> Iterator[None]:
+    """Within, the forward pass of a model is its graph's: who calls the model has its own hooks called, too."""
+    tables: tuple[dict[str, Any], ...] = (model._modules, model._buffers)
+    before = [dict(table) for table in tables]
+    model._modules.update({name: part for name, part in graph._modules.items() if isinstance(part, FunctionModule)})
+    model._buffers.update({name: value for name, value in graph._buffers.items() if name.startswith(CONSTANT)})
+    vars(model)["forward"] = MethodType(type(graph).forward, model)
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        for table, held in zip(tables, before, strict=True):
+            table.clear()
+            table.update(held)
 
 
 def _concrete_arguments(model: nn.Module, spec: SampleSpec) -> dict[str, Any] | None:

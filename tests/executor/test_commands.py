@@ -12,6 +12,7 @@ from torch import nn
 
 import planner
 from executor import command
+from executor.commands.models import _configuration
 from planner.explain import what_if
 from planner.from_profile import plan_from_profile
 from planner.plan.plan import Plan
@@ -330,7 +331,7 @@ def test_what_no_model_can_be_built_from(arguments: list[str], code: int, messag
 
 
 NO_MODELS = {
-    "gpt2": ("n_embd=7", "n_head=5", "n_head=0", "resid_pdrop=2", "activation_function=foo", "n_inner=-3", "n_embd=0"),
+    "gpt2": ("n_embd=7", "n_head=5", "resid_pdrop=2", "activation_function=foo", "n_inner=-3", "n_embd=0"),
     "llama": ("intermediate_size=-1", "hidden_act=foo", "vocab_size=-1"),
     "bert": ("hidden_size=7", "hidden_act=foo", "hidden_dropout_prob=2", "vocab_size=-1", "type_vocab_size=-1"),
 }
@@ -346,6 +347,48 @@ def test_values_that_transformers_builds_no_model_of_are_wrong_usage(kind: str, 
     assert f"builds no model of {kind} with --set {SMALL[kind]} --set {value} (" in said
     assert "Error: " in said
     assert "change these values" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("gpt2", "n_layer=0", "n_layer of gpt2 is 0; give at least 1"),
+        ("gpt2", "n_head=-2", "n_head of gpt2 is -2; give at least 1"),
+        ("llama", "num_hidden_layers=-2", "num_hidden_layers of llama is -2; give at least 1"),
+        ("t5", "num_decoder_layers=0", "num_decoder_layers of t5 is 0; give at least 1"),
+        ("gpt2", f"n_layer={10**20}", f"n_layer of gpt2 is {10**20}; give at most 1048576"),
+        ("mixtral", f"num_local_experts={10**9}", f"num_local_experts of mixtral is {10**9}; give at most 1048576"),
+    ],
+)
+def test_counts_of_a_configuration_that_no_plan_is_made_of(kind: str, value: str, message: str) -> None:
+    """Without blocks there was a plan of nothing; of very many there was no end."""
+    result = autoplan("trace", "--hf", kind, "--set", value)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert message in result.stderr
+
+
+def test_layers_that_may_be_left_out() -> None:
+    """Those with experts; and any configuration may say what a decoder begins with."""
+    taken = _configuration("switch_transformers", {"num_sparse_encoder_layers": 0, "decoder_start_token_id": 3})
+    assert (taken.num_sparse_encoder_layers, taken.decoder_start_token_id) == (0, 3)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"n_layer": ' + "1" * 5000 + "}"], ids=["deep", "many digits"])
+def test_a_configuration_file_that_is_no_json(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    result = autoplan("trace", "--hf", file)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert "no JSON: " in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["t5", "longt5"])
+def test_a_sequence_to_sequence_model_whose_configuration_names_no_first_token(kind: str) -> None:
+    sizes = {"num_layers": 1, "d_model": 8, "d_kv": 4, "num_heads": 2, "d_ff": 8, "vocab_size": 16}
+    changes = [word for name, size in sizes.items() for word in ("--set", f"{name}={size}")]
+    result = autoplan("trace", "--hf", kind, "--sequence", 8, *changes)
+    assert result.exit_code == 0, result.output
+    assert "cross_entropy_loss" in result.stdout
 
 
 @pytest.mark.parametrize("places", [-5, 0])

@@ -321,6 +321,7 @@ def _in_times(fields: dict[str, Any], stage: int, **changes: float) -> None:
             lambda fields: _in_times(fields, 0, send_backward_s=1e-9),
             "stage 0 is the first one, and its send_backward_s",
         ),
+        (lambda fields: _in_times(fields, 1, send_backward_s=1e3), "a message of stage 1 takes 1000 s, and step_s is"),
         (lambda fields: fields["prediction"].update(samples_per_s=1e9), "samples_per_s is 1000000000.0, with"),
         (lambda fields: fields["prediction"].update(optimizer_s=0.0), "optimizer_s is 0.0, and by the stages it is"),
         (lambda fields: fields["prediction"].update(bubble=0.0), "bubble is 0.0, and by the passes of all stages"),

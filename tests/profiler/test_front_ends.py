@@ -1,6 +1,7 @@
 """Which way to a graph serves, why the earlier ones did not, and that each is faithful."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -171,6 +172,65 @@ class WrittenConstant(Wrapped):
 def test_what_symbolic_trace_would_lose_is_refused(kind: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(NotTraceableError, match=message):
         trace(kind(), by_one("symbolic_trace", {"x": torch.randn(6, 8), "y": torch.randint(12, (6,))}))
+
+
+class Called(nn.Sequential):
+    """Has something after it that its class does when it is called, and something that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.gain = nn.Parameter(torch.full((3,), 2.0))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits: Tensor = super().__call__(x)
+        return logits * 3
+
+
+def of_its_graph() -> nn.Module:
+    return fx.symbolic_trace(Called())
+
+
+def after(model: nn.Module, gives: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    model.register_forward_hook(lambda called, _, logits: gives(called, logits))
+    return model
+
+
+def before(model: nn.Module) -> nn.Module:
+    model.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
+    return model
+
+
+def with_gain(model: Called) -> nn.Module:
+    """Its hook knows the model from elsewhere, and reads what its forward pass does not."""
+    return after(model, lambda _, logits: logits * model.gain)
+
+
+@pytest.mark.parametrize("front_end", ["export", "symbolic_trace"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Called,
+        lambda: before(Called()),
+        lambda: after(Called(), lambda called, logits: logits * called.gain.abs()),
+        lambda: with_gain(Called()),
+        lambda: before(of_its_graph()),
+        lambda: after(of_its_graph(), lambda _, logits: logits * 3),
+    ],
+)
+def test_a_model_is_called_as_torch_calls_it(front_end: str, kind: Callable[[], nn.Module]) -> None:
+    """`symbolic_trace` follows the forward of the class alone, and export ran a model's graph without its hooks."""
+    of = labelled(kind())
+    sequence = trace(of.model, by_one(front_end, of.sample))
+    assert difference(run(sequence, of), eager(sequence, of)) <= CLOSE
+    assert "forward" not in vars(of.model)
+    assert isinstance(of.model, fx.GraphModule | Called)
+
+
+def test_symbolic_trace_declines_a_forward_of_the_models_own() -> None:
+    model = nn.Linear(8, 3)
+    vars(model)["forward"] = lambda x: nn.Linear.forward(model, x) * 3
+    with pytest.raises(NotTraceableError, match="lose the forward that was set on the model itself"):
+        trace(model, by_one("symbolic_trace", torch.randn(4, 8)))
 
 
 def test_children_of_a_sequential_are_called_as_they_are() -> None:

@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +76,19 @@ def test_parts_that_do_little_or_nothing(name: str, place: str) -> None:
 def test_no_parameter_is_trained_but_one() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16).requires_grad_(index == 1) for index in range(4)))
     check(model, torch.ones(BATCH, 16), nn.functional.mse_loss, torch.zeros(BATCH, 16))
+
+
+@pytest.mark.parametrize("rows", [20, 20_000])
+def test_a_sparse_gradient_is_its_indices_and_values(rows: int) -> None:
+    """It had no storage to ask, and no size could be estimated; it takes nothing for rows that nobody looked up."""
+    model = nn.Sequential(nn.Embedding(rows, 8, sparse=True), nn.Flatten(), nn.Linear(24, 4))
+    sequence = trace(model, torch.ones(4, 3).long(), progress=False)
+    about: dict[str, Any] = {"micro_batch_sizes": [2, 4], "progress": False}
+    sheet = profile(sequence, CLUSTER, **about)
+    measured = profile(sequence, 1, time_budget_s=0.0, cache=False, **about)
+    kept, really_kept = (
+        {(cost.layer, cost.micro_batch_size): (cost.kept_bytes, cost.output_bytes) for cost in found.costs}
+        for found in (sheet, measured)
+    )
+    assert kept == really_kept
+    assert max(cost.transient_bytes for cost in sheet.costs) < 20 * 1024  # a whole gradient of 20,000 rows: 640 kB

@@ -175,6 +175,13 @@ def test_a_backward_hook_of_the_model_itself_is_refused(register: Callable[..., 
         trace(model, X)
 
 
+def test_a_hook_on_a_gradient_in_a_forward_hook_of_the_model_itself_is_refused() -> None:
+    model = Base()
+    model.register_forward_hook(lambda _, args, output: output.register_hook(lambda gradient: gradient * 5) and None)
+    with pytest.raises(NotTraceableError, match="registers a hook on a gradient"):
+        trace(model, X)
+
+
 def test_a_hook_that_steps_in_the_backward_pass_is_refused() -> None:
     """It belongs to the user's parameter; a stage's own would never call it."""
     model = Base()

@@ -32,6 +32,9 @@ REACH = (1, 2, 4, 8)
 FINISHED = 4
 """Of the best cuts those whose orders are gone over in full, where all of them have no more passes than are tried: the
 best after that need not be the best before."""
+NEAR = 1.03
+"""By how much slower than the best plan one may be for its cuts to be moved together with single passes [chosen: with
+the best one's alone a step of vgg16 on 4 devices was 0.8 % longer]."""
 MOVED, AROUND = 20, 2
 """The best cuts of which single passes are moved, and by how many places together a plan's cuts are then moved."""
 HOPELESS = 1.3
@@ -112,7 +115,11 @@ class CutClimb:
             if self._over or best.step_s <= self._bound_s:
                 break
             self._climbed(self._kicked(stops), classes)
-        return self._finished(), 0.0
+        choices = self._finished()
+        if choices and self._plans.moves_passes and choices[0].step_s < below_s * NEAR:
+            nearer = self.around(choices[0].stops, choices[0].classes, choices[0].step_s)
+            choices = choices if nearer is None else [nearer, *choices]
+        return choices, 0.0
 
     def _finished(self) -> list[ChunkChoice]:
         """The best plans of all that were tried; with single passes moved, where that is done."""

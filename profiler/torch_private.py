@@ -319,10 +319,6 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or everywhere)
 
 
-_SEQUENTIAL = ("__call__", "_call_impl", "forward", "__iter__", "__len__", "named_children")
-"""What an `nn.Sequential` calls its children by, and engines count and find them by."""
-
-
 @contextlib.contextmanager
 def graph_called(module: nn.Module) -> Iterator[None]:
     """Within, export calls a module that is a graph itself as it calls others: with hooks, and a `forward` set on it.
@@ -336,6 +332,10 @@ def graph_called(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module.__class__ = kind
+
+
+_SEQUENTIAL = ("__call__", "_call_impl", "forward", "__iter__", "__len__", "named_children")
+"""What an `nn.Sequential` calls its children by, and engines count and find them by."""
 
 
 def calls_its_children(module: nn.Module) -> bool:

@@ -124,35 +124,35 @@ class GradientSum:
     def _sum_all(self) -> None:
         """Sum what this step has added, wherever it is needed."""
         added = [(total, owner) for total, owner in zip(self._totals, self._owners, strict=True) if total is not None]
+        buffers = Buffers()
         for piece in pieces([total for total, owner in added if owner is None], BUCKET_BYTES):
-            self._sum(piece)
+            self._sum(piece, buffers)
         owned = [[total for total, owner in added if owner == replica] for replica in range(self._layout.replicas)]
         for given in rounds(owned):
-            self._sum_for_owners(given)
+            self._sum_for_owners(given, buffers)
 
-    def _sum(self, tensors: Sequence[Tensor]) -> None:
+    def _sum(self, tensors: Sequence[Tensor], buffers: Buffers) -> None:
         """Sum the tensors over the replicas, in place."""
         replicas = self._layout.replicas
-        elements = sum(tensor.numel() for tensor in tensors)
-        share = -(-elements // replicas)
-        flat = torch.zeros(share * replicas, dtype=tensors[0].dtype, device=tensors[0].device)
-        for place, tensor in zip(places(flat, tensors), tensors, strict=True):
-            place.copy_(tensor)
-        shares = torch.empty_like(flat)
-        dist.all_to_all_single(shares, flat, group=self._group)
-        _added(shares, share)
-        give_to_all(shares, flat, replicas, self._group)
-        for place, tensor in zip(places(flat, tensors), tensors, strict=True):
+        share = -(-sum(tensor.numel() for tensor in tensors) // replicas)
+        going, coming = buffers.going(share * replicas, tensors[0]), buffers.coming(share * replicas, tensors[0])
+        fill(going, tensors)
+        dist.all_to_all_single(coming, going, group=self._group)
+        _add_up(coming, share)
+        give_to_all(coming, going, replicas, self._group)
+        for place, tensor in zip(places(going, tensors), tensors, strict=True):
             tensor.copy_(place)
 
-    def _sum_for_owners(self, given: Sequence[Sequence[Tensor]]) -> None:
+    def _sum_for_owners(self, given: Sequence[Sequence[Tensor]], buffers: Buffers) -> None:
         """Sum the tensors over the replicas, in place, those of each on itself alone."""
         elements = [sum(tensor.numel() for tensor in owned) for owned in given]
         own, share = given[self._layout.replica], elements[self._layout.replica]
-        flat = torch.cat([tensor.reshape(-1) for owned in given for tensor in owned])
-        shares = flat.new_empty(share * len(elements))
-        dist.all_to_all_single(shares, flat, [share] * len(elements), elements, group=self._group)
-        for place, tensor in zip(places(_added(shares, share), own), own, strict=True):
+        every = [tensor for owned in given for tensor in owned]
+        going, coming = buffers.going(sum(elements), every[0]), buffers.coming(share * len(given), every[0])
+        fill(going, every)
+        dist.all_to_all_single(coming, going, [share] * len(elements), elements, group=self._group)
+        _add_up(coming, share)
+        for place, tensor in zip(places(coming, own), own, strict=True):
             tensor.copy_(place)
 
 
@@ -161,12 +161,42 @@ def _sum_of(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     return second if first is None else first if second is None else first + second
 
 
-def _added(shares: Tensor, share: int) -> Tensor:
-    """The sum of equal shares, in their order, in the place of the first."""
+class Buffers:
+    """What goes out and what comes in, in memory that all pieces of one exchange take turns in.
+
+    Memory for each of its own would be mapped anew for each, and what carries a message may be the last to let it go.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Tensor | None] = [None, None]
+
+    def going(self, elements: int, like: Tensor) -> Tensor:
+        """A flat tensor for what goes out, of a tensor's type and device."""
+        return self._taken(0, elements, like)
+
+    def coming(self, elements: int, like: Tensor) -> Tensor:
+        """The same for what comes in."""
+        return self._taken(1, elements, like)
+
+    def _taken(self, number: int, elements: int, like: Tensor) -> Tensor:
+        held, needed = self._held[number], elements * like.element_size()
+        if held is None or held.nbytes < needed or held.device != like.device:
+            self._held[number] = None  # before there is another one
+            held = self._held[number] = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        return held[:needed].view(like.dtype)
+
+
+def _add_up(shares: Tensor, share: int) -> None:
+    """Leave the sum of equal shares, added in their order, in the place of the first."""
     total = shares[:share]
     for other in shares.split(share)[1:] if share else ():
         total += other
-    return total
+
+
+def fill(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write the tensors into a flat one, one after the other."""
+    for place, tensor in zip(places(flat, tensors), tensors, strict=True):
+        place.copy_(tensor)
 
 
 def give_to_all(parts: Tensor, found: Tensor, replicas: int, group: dist.ProcessGroup | None) -> None:

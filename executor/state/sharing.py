@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from executor.layout import Layout
 from executor.state.placement import Placement
-from executor.state.replicas import give_to_all, places, rounds
+from executor.state.replicas import Buffers, fill, give_to_all, places, rounds
 from planner.plan.plan import Plan
 from planner.plan.shares import owners_of
 from profiler.tracing.sequence import LayerSequence
@@ -76,19 +76,18 @@ class Shares:
     @torch.no_grad()
     def exchange(self) -> None:
         """Give the peers what was stepped here, and take over what they stepped; all of them call it."""
+        buffers = Buffers()
         for given in rounds(self._of_replica):
-            self._exchange(given)
+            self._exchange(given, buffers)
 
-    def _exchange(self, given: Sequence[Sequence[Tensor]]) -> None:
+    def _exchange(self, given: Sequence[Sequence[Tensor]], buffers: Buffers) -> None:
         """One round of tensors of one type, as long as the longest."""
         elements = max(sum(tensor.numel() for tensor in owned) for owned in given)
         like = next(tensor for owned in given for tensor in owned)
-        parts = torch.zeros(elements * len(given), dtype=like.dtype, device=like.device)
-        for place, tensor in zip(places(parts, given[self._replica]), given[self._replica], strict=True):
-            place.copy_(tensor)
-        found = torch.empty_like(parts)
-        give_to_all(parts, found, len(given), self._group)
-        for replica, (part, owned) in enumerate(zip(found.split(elements), given, strict=True)):
+        going, coming = (take(elements * len(given), like) for take in (buffers.going, buffers.coming))
+        fill(going, given[self._replica])
+        give_to_all(going, coming, len(given), self._group)
+        for replica, (part, owned) in enumerate(zip(coming.split(elements), given, strict=True)):
             if replica != self._replica:
                 for place, tensor in zip(places(part, owned), owned, strict=True):
                     tensor.copy_(place)

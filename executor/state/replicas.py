@@ -229,7 +229,7 @@ def pieces(tensors: Iterable[Tensor], most_bytes: int) -> Iterator[list[Tensor]]
     """
     piece: list[Tensor] = []
     held = 0
-    for tensor in tensors:
+    for tensor in (tensor for tensor in tensors if tensor.numel()):
         unlike = piece and (tensor.dtype, tensor.device) != (piece[0].dtype, piece[0].device)
         for part in _parts(tensor, max(1, most_bytes // tensor.element_size())):
             if piece and (unlike or held + part.nbytes > most_bytes):

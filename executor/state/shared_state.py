@@ -102,8 +102,6 @@ def _holders(layout: Layout, stages: Sequence[int]) -> tuple[int, ...]:
 def _share(piece: Sequence[Tensor], holders: Sequence[int], process: int) -> None:
     """Send the tensors from the first holder to the others, as one message to each."""
     elements = sum(tensor.numel() for tensor in piece)
-    if not elements:
-        return
     if process == holders[0]:
         flat = torch.cat([tensor.reshape(-1) for tensor in piece])
         sent = [start_send([flat], to=other, tag=STATE_TAG) for other in holders[1:]]

@@ -31,6 +31,7 @@ def test_pieces_are_all_elements_in_their_order_and_small(
     assert flat == [value for tensor in tensors for value in tensor.flatten().tolist()]
     assert all(sum(part.nbytes for part in piece) <= most_bytes for piece in found)
     assert all(len({part.dtype for part in piece}) == 1 for piece in found)
+    assert all(part.numel() for piece in found for part in piece), "nothing is exchanged for what has no elements"
     turned = [tensor.permute([*reversed(range(tensor.dim()))]).contiguous() for tensor in tensors]
     lying_otherwise = [tensor.permute([*reversed(range(tensor.dim()))]) for tensor in turned]
     others = list(pieces(lying_otherwise, most_bytes))

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from executor.layout import Layout
+from executor.state.pieces import in_buckets, places
 from executor.state.placement import Placement, buffer_names
-from executor.state.replicas import pieces, places
 from planner.plan.plan import Plan
-from planner.plan.shares import BUCKET_BYTES
 from profiler.machine.channel import finish, start_receive, start_send
 from profiler.run.layouts import write_in_place
 from profiler.tracing.sequence import LayerSequence
@@ -64,7 +63,7 @@ def share_state(
     with torch.no_grad():
         for holders, group in groupby(sorted(held, key=_by_holders), key=_by_holders):
             shared = list(group)
-            for piece in pieces([each.copies[0] for each in shared], BUCKET_BYTES):
+            for piece in in_buckets([each.copies[0] for each in shared]):
                 _share(piece, holders, layout.process)
             for each in shared:
                 for copy in each.copies[1:]:

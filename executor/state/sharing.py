@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from executor.layout import Layout
+from executor.state.pieces import Buffers, fill, give_to_all, places, rounds
 from executor.state.placement import Placement
-from executor.state.replicas import Buffers, fill, give_to_all, places, rounds
 from planner.plan.plan import Plan
 from planner.plan.shares import owners_of
 from profiler.tracing.sequence import LayerSequence

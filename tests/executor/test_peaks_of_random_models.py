@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import executor.pipeline
-import executor.state.replicas
+import executor.state.pieces
 from executor import Pipeline, launch
 from planner import Plan, plan_from_profile
 from planner.cost import ledger
@@ -124,7 +124,7 @@ def plans_of(found: Profile, chance: random.Random) -> list[Plan]:
 
 
 def peaks_in_buckets(plan: Plan, bucket_bytes: int, model: nn.Module, ids: Tensor) -> pandas.DataFrame:
-    with mock.patch.object(executor.state.replicas, "BUCKET_BYTES", bucket_bytes):
+    with mock.patch.object(executor.state.pieces, "BUCKET_BYTES", bucket_bytes):
         return peaks(plan, [plan], model, ids)
 
 

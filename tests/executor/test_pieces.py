@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.state.replicas import pieces
+from executor.state.pieces import pieces
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6)
 

@@ -27,6 +27,7 @@ from planner.cost.transfers import Shares, copied_shares
 from planner.kernel.makespan import SEND_B, SEND_F, B, F, R, W, makespan_s, with_copies
 from planner.plan.schedules import SCHEDULES
 from planner.plan.stage import Segment
+from planner.solve.allowed_cuts import Stops
 from planner.solve.balance import Balance, StageChoice, end_seconds, evaluate_s
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.problem import Candidate, Problem
@@ -35,8 +36,6 @@ MOST_PASSES_OF_SETS = 2_000_000
 """Passes that are walked to find out which chunks of some cuts are best recomputed, where all ways are tried [chosen:
 30 ms]."""
 Said = TypeVar("Said")
-Stops = tuple[int, ...]
-"""Index after the last layer of each stage."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,9 @@ from planner.kernel.critical_path import longest_path
 from planner.kernel.cut_walk import free_ends, least_cuts
 from planner.kernel.turns import turns_of
 from planner.plan.schedules import SCHEDULES, Ring
+from planner.solve.allowed_cuts import Stops
 from planner.solve.chunk_bound import CERTAINTY, least_end_s, least_s
-from planner.solve.chunk_plans import ChunkPlans, Stops
+from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.deadline import Deadline
 from planner.solve.work_bound import work_bound_s
 

@@ -12,23 +12,20 @@ import itertools
 import math
 import random
 import sys
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost.layer_costs import Floats, Indices
-from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops
+from planner.solve.allowed_cuts import AllowedCuts, Stops
+from planner.solve.chunk_plans import ChunkChoice, ChunkPlans
 from planner.solve.cut_bound import CutBound
 from planner.solve.deadline import Deadline
+from planner.solve.device_orders import all_orders, device_orders
 
 FEW_CUTS = 2_000
 """Ways to cut that are all tried [chosen: 0.2 s]."""
-REACH = (1, 2, 4, 8)
-"""Places by which cuts are moved."""
 FINISHED = 4
 """Of the best cuts those whose orders are gone over in full, where all of them have no more passes than are tried: the
 best after that need not be the best before."""
@@ -43,14 +40,10 @@ searches for 12 long chains of unlike layers moves made cuts up to 21 % faster, 
 at most 20 % slower]."""
 KICKS = 8
 """Times that cuts near the best ones are tried."""
-MOST_ORDERS = 60
-"""Orders of unlike devices that are tried; the bound is for all."""
 MOST_PASSES = 1_000_000
 """Passes, of all cuts tried of one candidate together [chosen: 0.25 s]."""
 FEWEST_TRIED, MOST_AT_FEWEST = 200, 20_000_000
 """Cuts that are tried at least, or a tenth of them where they have more passes than that."""
-HALVINGS = 40
-"""Of the interval that the most work of a stage is in."""
 MOST_IN_VAIN = 1_000
 """Times that cuts near the best ones may be none but those that were tried before there seem to be no others."""
 
@@ -72,10 +65,7 @@ class CutClimb:
     def __init__(self, plans: ChunkPlans, bound: CutBound | None, deadline: Deadline) -> None:
         self._plans, self._bound, self._deadline = plans, bound, deadline
         self._bound_s = 0.0 if bound is None else bound.step_s
-        rules = plans.problem.rules
-        self._places = [int(place) for place in np.flatnonzero(rules.allowed)][1:-1]
-        self._demanded = {int(place) for place in np.flatnonzero(rules.demanded)}
-        self._layers = plans.problem.layers
+        self._cuts = AllowedCuts(plans.problem.rules, plans.problem.layers, plans.stages)
         self._chance = random.Random(0)
         self._in_vain = 0
         passes = 2 * plans.walks * plans.stages * plans.candidate.split.count
@@ -114,7 +104,7 @@ class CutClimb:
             stops, classes, best = self._best()
             if self._over or best.step_s <= self._bound_s:
                 break
-            self._climbed(self._kicked(stops), classes)
+            self._climbed(self._cuts.near(stops, self._chance), classes)
         choices = self._finished()
         if choices and self._plans.moves_passes and choices[0].step_s < below_s * NEAR:
             nearer = self.around(choices[0].stops, choices[0].classes, choices[0].step_s)
@@ -143,12 +133,12 @@ class CutClimb:
             classes: position of each rank's devices.
             below_s: seconds of the step with these.
         """
-        best, seen, moves = None, {stops}, [move for move in self._moves() if sum(map(abs, move)) <= AROUND]
+        best, seen, moves = None, {stops}, [move for move in self._cuts.moves() if sum(map(abs, move)) <= AROUND]
         moved = True
         while moved:
             moved = False
             for move in moves:
-                other = self._moved(stops, move)
+                other = self._cuts.moved(stops, move)
                 if other is None or other in seen:
                     continue
                 if self._deadline.over:
@@ -180,7 +170,7 @@ class CutClimb:
 
     def at(self, stops: Stops, below_s: float) -> ChunkChoice | None:
         """The plan with these cuts; None if the rules forbid them, it does not fit or takes no less than `below_s`."""
-        if not self._demanded <= {*stops}:
+        if not self._cuts.allow(stops):
             return None
         return self._plans.fitted(stops, self._orders[0], below_s)
 
@@ -196,7 +186,7 @@ class CutClimb:
             stops, classes, best = self._best()
             if best.step_s <= self._bound_s:
                 break
-            self._climbed(self._kicked(stops), classes)
+            self._climbed(self._cuts.near(stops, self._chance), classes)
             self._in_vain = 0 if len(self._tried) > tried else self._in_vain + 1
             if self._in_vain > MOST_IN_VAIN:
                 break
@@ -205,7 +195,7 @@ class CutClimb:
     @property
     def tries_all_cuts(self) -> bool:
         """Whether there are so few ways to cut and to order devices that all are tried."""
-        ways = math.comb(len(self._places), self._plans.stages - 1) * len(self._orders)
+        ways = math.comb(len(self._cuts.places), self._plans.stages - 1) * len(self._orders)
         return ways <= FEW_CUTS and all_orders(self._plans) is not None
 
     @cached_property
@@ -243,13 +233,8 @@ class CutClimb:
             leaves = self._deadline.interrupted and self._plans.problem.dispensable
             return self._deadline.over and (leaves or reached_s < np.inf)
 
-        every = [
-            (*inner, self._layers)
-            for inner in itertools.combinations(self._places, self._plans.stages - 1)
-            if self._demanded <= {*inner}
-        ]
         at_best = []
-        for stops, classes in itertools.product(every, orders):
+        for stops, classes in itertools.product(self._cuts.every(), orders):
             if ends(below_s):
                 return None, 0.0
             at_best.append((self._plans.at_best_s(stops, classes), stops, classes))
@@ -269,67 +254,11 @@ class CutClimb:
         """The bound's best cuts, those with the fastest slowest stage, and for equal shares of the work."""
         work = self._plans.forward_s[0].min(axis=0) + self._plans.backward_s[0].min(axis=0)
         even = np.arange(1, self._plans.stages + 1) / self._plans.stages
-        starts = [self._laid(work, even)]
+        starts = [self._cuts.laid(work, even)]
         if self._bound is not None:
-            best = self._bound.stops if self._bound.stops and self._demanded <= {*self._bound.stops} else None
-            starts = [best, self._balanced(work), *starts]
+            best = self._bound.stops if self._bound.stops and self._cuts.allow(self._bound.stops) else None
+            starts = [best, self._cuts.balanced(work), *starts]
         return list(dict.fromkeys(start for start in starts if start is not None))
-
-    def _laid(self, sums: Floats, shares: Floats) -> Stops | None:
-        """The cuts that are nearest in sum to these shares of the work; None where the rules allow none."""
-        places = [0, *self._places, self._layers]
-        wanted = shares * sums[-1]
-        demanded = [number for number, place in enumerate(places[1:], start=1) if place in self._demanded]
-        away = np.abs(sums[places][None, :] - wanted[:, None])
-        reached = np.full(len(places), np.inf)
-        reached[0] = 0.0
-        came_from = np.zeros((len(wanted), len(places)), dtype=np.int64)
-        for stage in range(len(wanted)):
-            following = np.full(len(places), np.inf)
-            for first, last in pairwise([0, *demanded, len(places) - 1]):  # no stage goes on after a demanded cut
-                if first == last:
-                    continue
-                before = reached[first:last]
-                least = np.minimum.accumulate(before)
-                new = np.r_[True, before[1:] < least[:-1]]
-                came_from[stage, first + 1 : last + 1] = first + np.maximum.accumulate(
-                    np.where(new, np.arange(len(new)), 0)
-                )
-                following[first + 1 : last + 1] = least + away[stage, first + 1 : last + 1]
-            reached = following
-        if not np.isfinite(reached[-1]):
-            return None
-        number, stops = len(places) - 1, []
-        for stage in reversed(range(len(wanted))):
-            stops.append(places[number])
-            number = int(came_from[stage, number])
-        return tuple(reversed(stops))
-
-    def _balanced(self, sums: Floats) -> Stops | None:
-        """The cuts whose stage with most work has the least; None where the rules allow none."""
-        places = np.array([0, *self._places, self._layers])
-        demanded = np.array([0, *np.cumsum(np.isin(places[1:-1], [*self._demanded])), len(self._demanded)])
-        found: Stops | None = None
-        low, high = 0.0, float(sums[-1])
-        for _ in range(HALVINGS):
-            most = (low + high) / 2 if found is not None else high
-            stops = self._greedy(sums[places], places, demanded, most)
-            if stops is None and found is None:
-                return None
-            low, high, found = (low, most, stops) if stops is not None else (most, high, found)
-        return found
-
-    def _greedy(self, sums: Floats, places: Indices, demanded: Indices, most: float) -> Stops | None:
-        """Cuts such that no stage has more work than that, if each takes as many layers as it may."""
-        at, stops = 0, []
-        for left in reversed(range(self._plans.stages)):
-            reach = int(np.searchsorted(sums, sums[at] + most, side="right")) - 1
-            wall = int(np.searchsorted(demanded[:-1], demanded[at] + 1))  # the next place where a cut must be
-            at, before = min(reach, wall, len(places) - 1 - left), at
-            if at <= before:
-                return None
-            stops.append(int(places[at]))
-        return tuple(stops) if at == len(places) - 1 else None
 
     def _climbed(self, stops: Stops, classes: tuple[int, ...]) -> None:
         """Move these cuts until no move makes them better."""
@@ -337,10 +266,10 @@ class CutClimb:
         moved = True
         while moved:
             moved = False
-            for move in self._moves():
+            for move in self._cuts.moves():
                 if self._over:
                     return
-                other = self._moved(stops, move)
+                other = self._cuts.moved(stops, move)
                 if other is None or (other, classes) in self._tried:
                     continue
                 score = self._score(other, classes, best)
@@ -362,39 +291,6 @@ class CutClimb:
                 self._tried[key] = Score(over, np.inf, None)
         return self._tried[key]
 
-    def _moves(self) -> Iterator[tuple[int, ...]]:
-        """By how many places each cut moves."""
-        cuts = self._plans.stages - 1
-        for length in range(1, cuts + 1):
-            for first in range(cuts - length + 1):
-                for reach in REACH if length == 1 else REACH[:2]:
-                    for step in (reach, -reach):
-                        yield (0,) * first + (step,) * length + (0,) * (cuts - first - length)
-        for one, other in itertools.permutations(range(cuts), 2):
-            yield tuple((cut == one) - (cut == other) for cut in range(cuts))
-
-    def _moved(self, stops: Stops, move: Sequence[int]) -> Stops | None:
-        """The cuts after a move; None where they would meet, leave the model or a place where a cut must be."""
-        inner: list[int] = []
-        for stop, step in zip(stops, move, strict=False):
-            number = bisect_left(self._places, stop) + step
-            if not 0 <= number < len(self._places) or (inner and self._places[number] <= inner[-1]):
-                return None
-            inner.append(self._places[number])
-        return (*inner, self._layers) if self._demanded <= {*inner} else None
-
-    def _kicked(self, stops: Stops) -> Stops:
-        """Cuts near these."""
-        cuts = self._plans.stages - 1
-        for _ in range(4 * cuts):
-            move = [0] * cuts
-            for _ in range(min(3, cuts)):
-                move[self._chance.randrange(cuts)] += self._chance.choice((-2, -1, 1, 2))
-            other = self._moved(stops, move)
-            if other is not None:
-                return other
-        return stops
-
 
 class Score(NamedTuple):
     """Bytes too many on all devices together, the step's seconds if it fits, and the plan."""
@@ -406,74 +302,3 @@ class Score(NamedTuple):
     def rank(self) -> tuple[float, float]:
         """Less is better."""
         return self.over_bytes, self.step_s
-
-
-def device_orders(plans: ChunkPlans) -> list[tuple[int, ...]]:
-    """Orders of devices, as classes by rank; all of them where they are few.
-
-    The first one takes the devices with most memory, those with most of it first, which earlier stages need as a rule.
-    Of many there are besides the fastest devices and chosen ones by chance, both with most memory first and last.
-    """
-    classes, ranks = plans.problem.classes, plans.ranks
-    every = [number for number, count in enumerate(_able(plans)) for _ in range(count)]
-    if len(every) < ranks:
-        return []
-
-    def roomiest(some: Iterable[int]) -> list[int]:
-        return sorted(some, key=lambda number: -classes[number].device.memory_bytes)
-
-    orders = {tuple(roomiest(every)[:ranks]): None}
-    few = all_orders(plans)
-    if few is not None:
-        return [*(orders | dict.fromkeys(few))]
-    seconds = (plans.forward_s[0] + plans.backward_s[0])[:, -1]
-    chosen = [every, sorted(every, key=lambda number: seconds[number])[:ranks]]
-    chance = random.Random(0)
-    for _ in range(MOST_ORDERS // 4):
-        able_ones = roomiest(every)[: chance.randint(ranks, len(every))]
-        chosen += [chance.sample(able_ones, ranks)]
-    for some in chosen:
-        first = roomiest(some)[:ranks]
-        orders |= dict.fromkeys([tuple(first), tuple(reversed(first)), tuple(some[:ranks])])
-    return [*orders][:MOST_ORDERS]
-
-
-def all_orders(plans: ChunkPlans) -> list[tuple[int, ...]] | None:
-    """All orders of devices there are, None where they are many: those that are tried prove nothing of the others."""
-    few = [*itertools.islice(arrangements(_able(plans), plans.ranks), MOST_ORDERS)]
-    return few if len(few) < MOST_ORDERS else None
-
-
-def _able(plans: ChunkPlans) -> list[int]:
-    """Ranks that each class of devices could run."""
-    return [min(plans.ranks, group.capacity(plans.candidate.replicas)) for group in plans.problem.classes]
-
-
-def arrangements(available: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
-    """All different orders of so many of several kinds, the smallest first.
-
-    >>> [*arrangements([2, 1], 2)]
-    [(0, 0), (0, 1), (1, 0)]
-
-    Args:
-        available: how many there are of each kind.
-        length: how many are taken.
-    """
-    left, order = [*available], list[int]()
-    if sum(left) < length:
-        return
-    while True:
-        while len(order) < length:
-            kind = next(kind for kind, number in enumerate(left) if number)
-            order.append(kind)
-            left[kind] -= 1
-        yield tuple(order)
-        larger = None
-        while order and larger is None:
-            last = order.pop()
-            left[last] += 1
-            larger = next((kind for kind in range(last + 1, len(left)) if left[kind]), None)
-        if larger is None:
-            return
-        order.append(larger)
-        left[larger] -= 1

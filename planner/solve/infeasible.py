@@ -14,9 +14,10 @@ from planner.plan.schedules import SCHEDULES, Ring, ScheduleName, one_chunk_sche
 from planner.plan.stage import Segment, StageMemory
 from planner.plan.units import bytes_text
 from planner.settings import Settings
+from planner.solve.allowed_cuts import Stops
 from planner.solve.candidate_search import first_balance
 from planner.solve.chunk_candidates import candidates, plans_of
-from planner.solve.chunk_plans import ChunkPlans, Stops
+from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import Deadline

@@ -16,9 +16,8 @@ import numpy as np
 from planner.cost.layer_costs import Floats
 from planner.kernel.level import LevelTables, descended
 from planner.plan.schedules import Ring
+from planner.solve.allowed_cuts import REACH
 
-REACH = (1, 2, 4, 8)
-"""Places by which a cut is moved."""
 KICKS, WORK_OF_KICKS = 30, 1_000_000
 """Times that it is begun again near the best cuts, and stages of cuts that one of these looks at if there are as many
 [chosen: 1 to 10 ms]."""

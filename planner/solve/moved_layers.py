@@ -18,14 +18,11 @@ from itertools import pairwise
 import numpy as np
 
 from planner.kernel.makespan import B, F, R
+from planner.solve.allowed_cuts import REACH, Stops
 from planner.solve.balance import Balance, StageChoice, evaluate_s, passes_seconds
 from planner.solve.deadline import Deadline
 from planner.solve.problem import Problem
 
-REACH = (1, 2, 4, 8)
-"""Places by which cuts are moved [chosen]."""
-
-Stops = tuple[int, ...]
 StageOf = Callable[[int, int, int, int], StageChoice | None]
 """A stage by its position, its layers [first, stop) and its class of devices; None where there can be none."""
 

@@ -26,7 +26,8 @@ from planner.kernel.turns import BACKWARD, WEIGHTS, ways
 from planner.plan.held import Held, moments_in
 from planner.plan.orders import PassKind
 from planner.plan.schedules import Ring
-from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, Stops, segments_of_stage
+from planner.solve.allowed_cuts import Stops
+from planner.solve.chunk_plans import ChunkChoice, ChunkPlans, segments_of_stage
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.level_cuts import Level
 from planner.solve.order_arrays import orders_of, texts_of

@@ -16,8 +16,9 @@ import numpy as np
 
 from planner.plan.schedules import Ring
 from planner.solve import limits
+from planner.solve.allowed_cuts import Stops
 from planner.solve.balance import Balance
-from planner.solve.chunk_plans import ChunkPlans, Stops
+from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import Deadline

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planner.solve.cut_climb import CutClimb, arrangements
+from planner.rules import Rules
+from planner.solve.allowed_cuts import AllowedCuts
+from planner.solve.cut_climb import CutClimb
 from planner.solve.deadline import NO_DEADLINE, Deadline
+from planner.solve.device_orders import arrangements
 from profiler.device import Cluster
 from tests.planner.made_up import build_profile
 from tests.planner.restricted import Asked, planned
@@ -37,7 +40,11 @@ def test_balanced_cuts_have_the_fastest_slowest_stage() -> None:
             for inner in itertools.combinations([place for place in range(1, layers) if allowed[place]], stages - 1)
             if {place for place in range(layers) if demanded[place]} <= {*inner}
         ]
-        found = climb_of(allowed, demanded, stages)._balanced(sums)
+        cuts = AllowedCuts(
+            Rules(np.array(allowed), np.array(demanded), np.zeros(layers, dtype=np.int64)), layers, stages
+        )
+        assert [*cuts.every()] == every
+        found = cuts.balanced(sums)
         none += found is None
         assert (found is None) == (not every)
         if found is not None:

@@ -8,11 +8,12 @@ import pytest
 
 from planner.from_profile import make_problem
 from planner.keywords import SettingKeywords
+from planner.solve.allowed_cuts import REACH
 from planner.solve.balance import Balance, StageChoice, evaluate_s, fits
 from planner.solve.candidate_search import CandidateSearch
 from planner.solve.deadline import NO_DEADLINE, Deadline
 from planner.solve.limits import Limits
-from planner.solve.moved_layers import REACH, MovedLayers
+from planner.solve.moved_layers import MovedLayers
 from planner.solve.parts import Part
 from planner.solve.problem import Candidate, Problem
 from tests.planner.block_models import narrow_blocks

@@ -7,6 +7,8 @@ micro-batches before. Where its users lie in several processes, the partial sum 
 
     process 0   layer 0 -----> + layer 9 -----+----> total
     process 1          + layer 5 ----^        +----> total
+
+Beside it goes whether there is one: what no sample reached has no gradient, as in one process.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 from profiler.machine.channel import finish, start_receive, start_send
 
 _FIRST_TAG = 1023 * 2**21  # after all tags of messages between stages, see executor.run.transport
-_TAGS_PER_PARAMETER = 512
+_TAGS_PER_PARAMETER = 1024  # two for each link of its chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +90,31 @@ def _total(parameter: TiedParameter, process: int) -> Tensor | None:
     for link, (user, layers) in enumerate(chain):
         if user == process:
             if link > 0:
-                total = torch.empty_like(like, requires_grad=False)
-                finish(start_receive([total], source=chain[link - 1][0], tag=tag + link))
+                total = _received(like, chain[link - 1][0], tag + 2 * link)
             total = _fold(total, [gradients.pop(0) for _ in range(layers)])
-            if total is None:
-                total = torch.zeros_like(like, requires_grad=False)
             if link + 1 < len(chain):
-                finish(start_send([total], to=chain[link + 1][0], tag=tag + link + 1))
+                _send(total, like, [chain[link + 1][0]], tag + 2 * (link + 1))
     last = chain[-1][0]
-    if process == last:
-        assert total is not None, "the last link has summed up"
-        for other in sorted(processes - {last}):
-            finish(start_send([total], to=other, tag=tag))
-    else:
-        total = torch.empty_like(like, requires_grad=False)
-        finish(start_receive([total], source=last, tag=tag))
+    if process != last:
+        return _received(like, last, tag)
+    _send(total, like, sorted(processes - {last}), tag)
     return total
+
+
+def _send(total: Tensor | None, like: Tensor, to: Sequence[int], tag: int) -> None:
+    """Send a gradient of that parameter, or that there is none."""
+    said = torch.tensor([total is not None], device=like.device, dtype=torch.uint8)
+    message = [torch.zeros_like(like, requires_grad=False) if total is None else total, said]
+    for other in to:
+        finish(start_send(message, to=other, tag=tag))
+
+
+def _received(like: Tensor, source: int, tag: int) -> Tensor | None:
+    """What `_send` sends."""
+    message = [torch.empty_like(like, requires_grad=False), torch.empty(1, device=like.device, dtype=torch.uint8)]
+    finish(start_receive(message, source=source, tag=tag))
+    total, said = message
+    return total if said.item() else None
 
 
 def _fold(first: Tensor | None, gradients: list[Tensor | None]) -> Tensor | None:

@@ -37,9 +37,10 @@ class Row(nn.Module):
 class Experts(nn.Module):
     """Which expert takes a row, its first value decides; it cannot be traced."""
 
-    def __init__(self, kinds: str) -> None:
+    def __init__(self, kinds: str, shared: nn.Module) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(Row() if kind == "s" else nn.Linear(WIDTH, WIDTH) for kind in kinds)
+        made: dict[str, Callable[[], nn.Module]] = {"l": lambda: nn.Linear(WIDTH, WIDTH), "s": Row, "t": lambda: shared}
+        self.experts = nn.ModuleList(made[kind]() for kind in kinds)
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = [int(abs(row.detach()[0]) * 4) % len(self.experts) for row in x]
@@ -47,9 +48,10 @@ class Experts(nn.Module):
 
 
 def model_of(recipe: str) -> nn.Module:
-    """`experts "lls ll"`: blocks of linear and sparse experts."""
+    """`experts "lls tl"`: blocks of linear and sparse experts, and of one that blocks share."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(Experts(kinds), nn.Linear(WIDTH, WIDTH)) for kinds in recipe.split()]
+    shared = nn.Linear(WIDTH, WIDTH)
+    blocks = [nn.Sequential(Experts(kinds, shared), nn.Linear(WIDTH, WIDTH)) for kinds in recipe.split()]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks).double()
 
 
@@ -137,3 +139,19 @@ def test_processes_as_one(
         assert all(torch.equal(value, state[key]) for key, value in part[1].items())
         assert shard_optimizer or part[2] == reached
     assert [set().union(*names) for names in zip(*(part[2] for part in parts), strict=True)] == reached
+
+
+@pytest.mark.parametrize("recipe", ["ltl ltl", "lllt lllt lllt"])
+def test_shared_over_stages(
+    recipe: str, plan_for: Callable[..., Plan], inherited: Callable[..., LayerSequence]
+) -> None:
+    """One that no sample had reached got zeros, and its weights decayed."""
+    traced, blocks = inherited(sequence, recipe), len(recipe.split())
+    cuts = [len(traced) * block // blocks for block in range(1, blocks)]
+    shared = f"1.0.experts.{recipe.index('t')}.weight"
+    losses, state, reached = plain(recipe, "AdamW", parts=2)
+    assert {shared in names for names in reached} == {True, False}
+    parts = launch(piped, plan_for(traced, cuts, batch_size=BATCH, micro_batches=2), (recipe, "AdamW"))
+    for part in parts:
+        torch.testing.assert_close((part[0], part[1][shared]), (losses, state[shared]), rtol=1e-9, atol=1e-12)
+        assert [shared in names for names in part[2]] == [shared in names for names in reached]

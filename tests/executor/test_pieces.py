@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from executor.state.pieces import pieces
+from executor.state.pieces import Buffers, fill, pieces, places
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=6)
 
@@ -45,3 +45,21 @@ def test_pieces_are_parts_of_the_tensors_themselves(shapes: list[list[int]], mos
         for part in piece:
             part.zero_()
     assert all(not tensor.any() for tensor in tensors)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 9), st.sampled_from([torch.float64, torch.bfloat16, torch.complex64]))),
+    most_bytes=st.integers(16, 100),
+)
+def test_pieces_of_all_types_take_turns_in_one_memory(sizes: list[tuple[int, torch.dtype]], most_bytes: int) -> None:
+    tensors, buffers = [torch.randn(size).to(dtype) for size, dtype in sizes], Buffers()
+    largest = 0
+    for piece in pieces(tensors, most_bytes):
+        elements, needed = sum(part.numel() for part in piece), sum(part.nbytes for part in piece)
+        going, coming = buffers.going(elements, piece[0]), buffers.coming(elements, piece[0])
+        fill(going, piece)
+        coming.copy_(going).mul_(2)
+        assert all(torch.equal(place, 2 * part) for place, part in zip(places(coming, piece), piece, strict=True))
+        assert all(torch.equal(place, part) for place, part in zip(places(going, piece), piece, strict=True))
+        largest = max(largest, needed)
+        assert going.untyped_storage().nbytes() == largest, "new memory is for a larger piece alone"

@@ -6,7 +6,7 @@
 3. Those that split the backward pass: `planner.solve.chunk_search`.
 4. Those that do so with several chunks a rank, likewise.
 
-Where orders are made for each plan, the best one of 1F1B is a start (`planner.solve.order_start`).
+Where one stage a rank splits the backward pass, the best plan of 1F1B is a start (`planner.solve.order_start`).
 
 Each looks for nothing that is slower than the best plan so far. Time that is given is shared equally among the families
 that are left. One that has found no plan when its share is over leaves it to the next; if none has any in the end, that
@@ -129,9 +129,9 @@ def _alone(problem: Problem, candidate: Candidate) -> Problem:
 
 
 def _start(problem: Problem, best: Balance | None) -> Balance | None:
-    """A plan whose stages are tried with orders made for them: the best one of 1F1B."""
+    """A plan whose stages are tried with a split backward pass: the best one of 1F1B."""
     settings, lean = problem.settings, tuple(name for name in one_chunk_schedules() if not SCHEDULES[name].keeps_all)
-    if settings.chunks > 1 or not any(SCHEDULES[name].made_for_plan for name in settings.schedules):
+    if settings.chunks > 1 or not any(SCHEDULES[name].splits_backward for name in settings.schedules):
         return None
     if best is not None and best.candidate.schedule in lean:
         return best

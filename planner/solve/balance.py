@@ -118,6 +118,7 @@ def fits(problem: Problem, candidate: Candidate, stages: tuple[StageChoice, ...]
             first=stage.first,
             stop=stage.stop,
             segments=stage.segments,
+            ring=candidate.ring.over(len(stages)),
             replicas=problem.as_replicas(candidate.replicas),
             carrier=problem.carrier(device),
         ).total

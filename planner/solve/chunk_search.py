@@ -41,7 +41,7 @@ from planner.solve.last_tries import (
     try_fewer_ranks,
     try_some_near_the_best,
 )
-from planner.solve.order_start import with_own_orders
+from planner.solve.order_start import split_of
 from planner.solve.problem import Candidate, Problem
 from planner.solve.waiting_bounds import MOST_WORK, WaitingBounds
 from planner.solve.work_bound import even_share_s
@@ -71,7 +71,7 @@ def chunk_balance(
         problem: with schedules that all may have so many chunks.
         others: the same with other numbers of chunks: one search for all, in which candidates wait in one queue.
         reached: the best plan of other schedules: returned if nothing faster is found, and its lower bound counts.
-        start: a plan of another schedule whose stages are tried with orders made for them.
+        start: a plan of another schedule whose stages are tried with a split backward pass.
         unsettled: notes what is left where there is no plan.
 
     Raises:
@@ -309,10 +309,10 @@ class _Search:
         return max(0, PATIENCE * self._patience - self._so_far.in_vain) * each_s
 
     def _begin_with(self, problem: Problem, start: Balance | None) -> None:
-        """The stages of another schedule's plan are the first ones that orders are made for."""
+        """The stages of another schedule's plan are the first ones whose backward passes are split."""
         for name in problem.settings.schedules:
-            if start is not None and SCHEDULES[name].made_for_plan and problem.settings.chunks == 1:
-                found = with_own_orders(problem, start, name, self._so_far.deadline)
+            if start is not None and SCHEDULES[name].splits_backward and problem.settings.chunks == 1:
+                found = split_of(problem, start, name, self._so_far.deadline)
                 if found is None:
                     continue
                 self._so_far.in_segments |= any(

@@ -17,13 +17,30 @@ from planner.cost.stage_memory import StageMoments, stage_moments
 from planner.kernel.any_order import any_order_s
 from planner.kernel.turns import ways
 from planner.plan.held import Held, held_in
-from planner.plan.schedules import Ring, ScheduleName
-from planner.solve.balance import Balance, evaluate_s, passes_seconds
+from planner.plan.schedules import SCHEDULES, Ring, ScheduleName
+from planner.solve.balance import Balance, evaluate_s, fits, passes_seconds
 from planner.solve.deadline import Deadline
 from planner.solve.order_arrays import texts_of
 from planner.solve.own_order_plans import chunk_bytes, room_arrays, room_of
 from planner.solve.own_orders import best_orders
 from planner.solve.problem import Problem
+
+
+def split_of(problem: Problem, plan: Balance, schedule: ScheduleName, deadline: Deadline) -> Balance | None:
+    """The plan with its backward passes split; None if it does not fit then.
+
+    Args:
+        problem: that it solves.
+        plan: with one stage a rank.
+        schedule: one that splits them, with its own order or with one that it makes.
+        deadline: when to take what there is.
+    """
+    if SCHEDULES[schedule].made_for_plan:
+        return with_own_orders(problem, plan, schedule, deadline)
+    candidate = replace(plan.candidate, schedule=schedule, ring=Ring(len(plan.stages), 1))
+    if not fits(problem, candidate, plan.stages):
+        return None
+    return Balance(candidate, plan.stages, evaluate_s(problem, candidate, plan.stages), 0.0)
 
 
 def with_own_orders(problem: Problem, plan: Balance, schedule: ScheduleName, deadline: Deadline) -> Balance | None:

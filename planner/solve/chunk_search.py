@@ -10,8 +10,8 @@ cheap bound (`planner.solve.chunk_bound`), or of what first plans near them say,
    fits, the smallest micro-batches are tried over fewer and fewer ranks, and all others over as many as fit.
 3. Then the lowest bounds are made better, by more linear programs and by halves of cuts, as long as that raises what no
    plan is below.
-4. At last (`planner.solve.last_tries`) the best candidate is tried over fewer ranks, those like it are searched once
-   more, and with a time limit more cuts near the best ones are, as long as there is a gap.
+4. At last (`planner.solve.last_tries`) the best candidate is tried over fewer ranks and with other M, those like it are
+   searched once more, and with a time limit more cuts near the best ones are, as long as there is a gap.
 
 What was not proven stays in the lower bound, and that is where a gap comes from.
 """
@@ -37,6 +37,7 @@ from planner.solve.first_plans import Waiting
 from planner.solve.last_tries import (
     go_over_the_best,
     nearer,
+    try_beside_the_best,
     try_cuts_near_the_best,
     try_fewer_ranks,
     try_some_near_the_best,
@@ -145,6 +146,7 @@ class _Search:
         else:
             self._raise_bounds(self._so_far.deadline)
         try_fewer_ranks(self._so_far, self._entry)
+        try_beside_the_best(self._so_far, self._entry)
         self._search_those_like_the_best()
         if self._timed:
             self._raise_bounds(Deadline(self._so_far.deadline.left_s * SHARE_OF_BOUNDS))

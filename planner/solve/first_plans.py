@@ -94,7 +94,7 @@ class FirstPlans:
         groups: dict[_Alike, list[Waiting]] = {}
         for entry in sorted(waiting, key=lambda entry: (entry.micro_batches, entry.position)):
             groups.setdefault(entry.kind, []).append(entry)
-        groups = {key: _fewest_of_each_size(entries) for key, entries in groups.items() if len(entries) > FEW}
+        groups = {key: fewest_of_each_size(entries) for key, entries in groups.items() if len(entries) > FEW}
         groups = dict(sorted(groups.items(), key=lambda item: min(entry.bound_s for entry in item[1])))
         known: dict[tuple[_Alike, int], float] = {}
         wanted = [
@@ -163,7 +163,7 @@ class FirstPlans:
         return np.inf if choice is None else choice.step_s
 
 
-def _fewest_of_each_size(entries: Sequence[Waiting]) -> list[Waiting]:
+def fewest_of_each_size(entries: Sequence[Waiting]) -> list[Waiting]:
     """Of each size of micro-batches the candidate with fewest of them, from these in the order of M."""
     fewest: dict[int, Waiting] = {}
     for entry in entries:

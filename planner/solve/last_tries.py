@@ -13,16 +13,21 @@ import numpy as np
 
 from planner.solve import limits
 from planner.solve.balance import TIE
-from planner.solve.chunk_candidates import fewest_ranks, with_ranks
+from planner.solve.chunk_candidates import fewest_ranks, most_ranks, with_ranks
+from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.cut_bound import CutBound
 from planner.solve.cut_climb import CutClimb
+from planner.solve.device_orders import device_orders
 from planner.solve.findings import Climbed, Findings
-from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, Waiting
+from planner.solve.first_plans import MARGIN, PROBES_CLIMBED, Waiting, fewest_of_each_size
+from planner.solve.other_counts import promising
 from planner.solve.problem import Candidate, Problem
 from planner.solve.waiting_bounds import PROGRAMS_OF_HALVES
 
 FEW_TO_SEARCH_AGAIN = 1_000
 """Micro-batches of stages up to which those like the best candidate are searched once more [chosen: 1 to 2 s]."""
+MOST_ORDERS = 4
+"""Orders of unlike devices that the best cuts are tried in with other M, beside their own [chosen]."""
 TIMES_AT_LAST = 4
 """Cuts near the best ones that are tried at last, in those that were tried before [chosen: 0.5 s, and of densenet121 on
 8 devices a step 3 % shorter]."""
@@ -50,6 +55,78 @@ def try_fewer_ranks(findings: Findings, made: Callable[[Problem, Candidate], Wai
     for step_s, entry in sorted(probed)[:PROBES_CLIMBED]:
         if step_s < np.inf:
             findings.search(entry)
+
+
+def try_beside_the_best(findings: Findings, made: Callable[[Problem, Candidate], Waiting | None]) -> None:
+    """Search the best plan's candidate with other M, and over half to twice its ranks, as long as plans become better.
+
+    Candidates over few ranks wait behind those with the same M over more, and where memory is short what these take
+    says nothing of them: of 5 layers that only one of 6 devices can hold a step was 10 % longer than with half its M,
+    and of 20 on 8 devices, in a V, 40 % longer than over two ranks more.
+
+    Args:
+        findings: what was found.
+        made: the candidate that waits; None where the model is too large for so many ranks.
+    """
+    before: float | None = None
+    while findings.reached_s != before and not findings.over:
+        before, plans = findings.reached_s, findings.best_plans
+        if plans is None or plans.stages * plans.candidate.split.count > FEW_TO_SEARCH_AGAIN:
+            return
+        beside = [_with_other_count(findings, made)]
+        if plans.problem.settings.stages is None:
+            least = max(fewest_ranks(plans.problem), -(-plans.ranks // 2))
+            most = min(most_ranks(plans.problem, plans.candidate), 2 * plans.ranks)
+            beside += [
+                _not_searched(findings, plans.problem, with_ranks(plans.candidate, ranks, plans.ring.chunks), made)
+                for ranks in range(most, least - 1, -1)
+            ]
+        for entry in beside:
+            if entry is not None and entry.bound_s < findings.reached_s and not findings.over:
+                findings.search(entry)
+
+
+def _not_searched(
+    findings: Findings, problem: Problem, candidate: Candidate, made: Callable[[Problem, Candidate], Waiting | None]
+) -> Waiting | None:
+    """The candidate, if its cuts were not searched."""
+    searched = any(climbed.plans.candidate == candidate for climbed in findings.climbs.values())
+    return None if searched else made(problem, candidate)
+
+
+def _with_other_count(findings: Findings, made: Callable[[Problem, Candidate], Waiting | None]) -> Waiting | None:
+    """The candidate over as many ranks as the best plan with the M that makes its cuts fastest; None if none does."""
+    plans, best = findings.best_plans, findings.best
+    if plans is None or best is None or plans.stages * plans.candidate.split.count > FEW_TO_SEARCH_AGAIN:
+        return None
+    stops = tuple(stage.stop for stage in best.stages)
+    classes = tuple(stage.device_class for stage in best.stages[: plans.ranks])
+    entries = {entry.plans.candidate: entry for entry in _over_as_many_ranks(findings, plans, made)}
+
+    def step_s(candidate: Candidate) -> float:
+        entry = entries[candidate]
+        if findings.over or entry.bound_s >= findings.reached_s:
+            return np.inf
+        orders = dict.fromkeys([classes, *device_orders(entry.plans)[:MOST_ORDERS]])
+        tried = [entry.plans.fitted(stops, one, findings.reached_s, thorough=False) for one in orders]
+        return min((choice.step_s for choice in tried if choice is not None), default=np.inf)
+
+    found = promising([*entries], step_s, lambda _: True, findings.reached_s)
+    return None if found is None else entries[found]
+
+
+def _over_as_many_ranks(
+    findings: Findings, plans: ChunkPlans, made: Callable[[Problem, Candidate], Waiting | None]
+) -> list[Waiting]:
+    """Of each size of micro-batches the candidate with fewest of them, if it was not searched, in the order of M."""
+    own, ring = plans.candidate, plans.ring
+    alike = [
+        with_ranks(one, ring.ranks, ring.chunks)
+        for one in sorted(plans.problem.candidates(), key=lambda one: one.split.count)
+        if (one.schedule, one.replicas) == (own.schedule, own.replicas) and most_ranks(plans.problem, one) >= ring.ranks
+    ]
+    entries = [_not_searched(findings, plans.problem, one, made) for one in alike]
+    return fewest_of_each_size([entry for entry in entries if entry is not None])
 
 
 def nearer(findings: Findings, problems: Iterable[Problem], first: Iterable[Candidate]) -> list[Problem]:

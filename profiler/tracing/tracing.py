@@ -126,7 +126,7 @@ def trace(
     values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
     with shown(model, wanted=progress):
         served = graph_of(model, spec, sample=values)
-        refuse_unlike_types(served.graph.module.graph, spec.precision)
+        refuse_unlike_types(served.graph.module.graph, spec)
         counters = take_out_counters(served.graph.module.graph)
         body = _body(served)
         starts = layer_starts(body, spec.keep_together, spec.cut_at, stages=spec.stages)

@@ -32,7 +32,9 @@ from profiler.errors import PlanError, UserFunctionError
 from profiler.text import printable
 
 PACKAGES = "executor", "planner", "profiler"
-NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+ROOM = "make room there"
+NO_ROOM = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EFBIG: "allow larger files (ulimit -f)"}
+"""What the system says where the output has no room, and what to do."""
 INTERRUPTED, OUTPUT_CLOSED = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
@@ -80,7 +82,8 @@ def _ending_as_programs_do() -> Iterator[None]:
         _write_no_more()
         if problem.errno == errno.EPIPE:
             sys.exit(OUTPUT_CLOSED)
-        click.echo(f"autoplan: error: cannot write the output: {problem.strerror}; make room there", err=True)
+        cure = NO_ROOM[problem.errno]
+        click.echo(f"autoplan: error: cannot write the output: {problem.strerror}; {cure}", err=True)
         sys.exit(1)
 
 

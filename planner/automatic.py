@@ -77,7 +77,7 @@ def autoplan(
         optimizer: whose time and memory count: name of a class in `torch.optim`, or what builds an optimizer of
             parameters, such as `functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)`.
         batch_dims: where the batch dimension is not the first, see `profiler.trace`.
-        autocast: dtype of an autocast region around the model and its loss, such as `torch.bfloat16`.
+        autocast: dtype of an autocast region around the model and its loss, `torch.bfloat16` or `torch.float16`.
         precision: recipe of mixed precision: `"bf16-mixed"` computes with bfloat16 parameters, and has main gradients,
             master weights and the optimizer's state in float32; `"bf16-grads"` the same with gradients added up in
             bfloat16; `"fp16-mixed"` with float16, and a scaler at each step; `"bf16"`, `"fp32"`: all in that type. See

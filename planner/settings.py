@@ -207,14 +207,16 @@ class Settings:
                 each += f": stages={min(able, key=lambda n: abs(n - stages))} is the nearest" if able else ""
             raise ArgumentError(
                 f"stages is {self.stages}, and there {are(devices)} {counted(devices, 'device')}; {each}"
+                f"{self._with_chunks_text(devices)}"
             )
         if self.stages is not None and max_stages is not None and self.stages > max_stages:
             raise ArgumentError(f"stages is {self.stages} and max_stages is {max_stages}; leave one of them out")
         least_stages = stages or (1 if self.chunks == 1 else 2)
         if replicas * least_stages > devices:
+            each = counted(least_stages, "stage") if self.chunks == 1 else self._line_text(least_stages)
             raise ArgumentError(
-                f"replicas is {replicas} with {counted(least_stages, 'stage')} each, and there {are(devices)} "
-                f"{counted(devices, 'device')}; {replicas * least_stages} are needed"
+                f"replicas is {replicas} with {each} each, and there {are(devices)} {counted(devices, 'device')}; "
+                f"{replicas * least_stages} are needed{self._with_chunks_text(devices)}"
             )
         if self.batch_size % replicas:
             share = max(-(-self.batch_size // replicas), count or 0)
@@ -240,6 +242,16 @@ class Settings:
             )
         if batch < needed:
             raise InfeasibleError(self._batch_too_small_text(batch, least_stages))
+
+    def _with_chunks_text(self, devices: int) -> str:
+        """What several chunks a rank would do for too many stages; "" where that is nothing, or they may not be."""
+        named = self.schedules[0] if len(self.schedules) == 1 else None
+        able = self.chunks == 1 and not self.choose_chunks and (named is None or named in chunk_schedules())
+        chunks = _least_chunks(self.stages, 0, devices // (self.replicas or 1)) if able else 1
+        if chunks == 1 or _for_one_chunk({"skips": self.skips, "pinned": self.pinned}):
+            return ""
+        number = "" if named is None else f"chunks={chunks} or "
+        return f'; with {number}chunks="auto" a device has several'
 
     def _line_text(self, ranks: int) -> str:
         return f"K = {ranks}" if self.chunks == 1 else f"{ranks} ranks of {self.chunks} chunks"

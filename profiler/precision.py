@@ -39,12 +39,16 @@ that the model has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from profiler.errors import ArgumentError
+from profiler.quantities import shown
 
 FloatName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 """Torch's name of a floating-point type, without the prefix."""
+AutocastName: TypeAlias = Literal["bfloat16", "float16"]
+"""The same of a type that autocast computes in: on a CPU it knows no other, and of float32 it casts nothing to it."""
+AUTOCAST_NAMES: tuple[AutocastName, ...] = get_args(AutocastName)
 
 BYTES: dict[FloatName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of one element."""
@@ -154,6 +158,27 @@ def precision_named(name: str | None) -> str | None:
 def recipe_of(precision: str | None) -> Recipe | None:
     """The record of a recipe by its name; None for the model's own types."""
     return None if precision is None else RECIPES[precision]
+
+
+def autocast_named(dtype: object) -> AutocastName | None:
+    """The name of the type that an autocast region computes in.
+
+    >>> autocast_named("torch.bfloat16"), autocast_named(None)
+    ('bfloat16', None)
+
+    Raises:
+        ArgumentError: autocast does not compute in it.
+    """
+    if dtype is None:
+        return None
+    plain = str(dtype).removeprefix("torch.")
+    for name in AUTOCAST_NAMES:
+        if plain == name:
+            return name
+    able = " or ".join(f"torch.{name}" for name in AUTOCAST_NAMES)
+    raise ArgumentError(
+        f"autocast is {shown(dtype)}; give {able}, or leave it out for a model that computes in its own types"
+    )
 
 
 def refuse_with_autocast(precision: str | None, autocast: object) -> None:

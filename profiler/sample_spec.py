@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from profiler import sample_tree
 from profiler.field_types import Extent, Samples
-from profiler.precision import RECIPES
+from profiler.precision import RECIPES, AutocastName
 from profiler.quantities import LEAST_STAGES, MOST_LAYERS, shown
 from profiler.text import counted
 from profiler.value import Value
@@ -143,7 +143,7 @@ class SampleSpec(Value):
     batch_size: Samples
     tree: str
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]
-    autocast: Literal["bfloat16", "float16"] | None = None
+    autocast: AutocastName | None = None
     precision: str | None = Field(default=None, exclude_if=not_)
     keep_together: tuple[str, ...] = ()
     cut_at: tuple[str, ...] = Field(default=(), exclude_if=not_)

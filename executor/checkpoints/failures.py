@@ -29,7 +29,8 @@ _WHAT_TO_DO = {  # by what the system says: of reading, and of writing
         ((errno.ENOENT,), _DAMAGED, "someone removed it while it was written"),
         ((errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL), _DAMAGED, _ELSEWHERE),
         ((errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG), _DISK, _ELSEWHERE),
-        ((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _DISK, "make room, or keep fewer checkpoints (keep=...)"),
+        ((errno.ENOSPC, errno.EDQUOT), _DISK, "make room, or keep fewer checkpoints (keep=...)"),
+        ((errno.EFBIG,), _DISK, "allow larger files (ulimit -f), or save onto another disk, and try again"),
     )
     for code in codes
 }

@@ -15,7 +15,7 @@ import click
 
 from planner.plan.schedules import MOST_CHUNKS
 from profiler.errors import ArgumentError
-from profiler.precision import precision_named
+from profiler.precision import AUTOCAST_NAMES, precision_named
 from profiler.quantities import (
     MOST_BYTES,
     MOST_DEVICES,
@@ -179,10 +179,10 @@ class CountOrAuto(ParamType):
 
 
 class FloatType(click.Choice[str]):
-    """A floating-point type, by torch's name or the short one; by default one of 16 bits."""
+    """A floating-point type, by torch's name or the short one; by default one that autocast computes in."""
 
     def __init__(self, *names: str) -> None:
-        super().__init__(names or ("bfloat16", "float16"))
+        super().__init__(names or AUTOCAST_NAMES)
 
     def convert(self, value: Any, param: Asking, ctx: Within) -> str:
         """Torch's name."""

@@ -29,7 +29,7 @@ FIRST_STEP = 20
 EVERY = 1000
 """Steps from one comparison to the next [chosen: it takes milliseconds]."""
 SHORTEST_S = 0.02
-"""Shorter steps are the executor's own time for a good part, which no plan changes."""
+"""Steps that take less, and should, are the executor's own time for a good part, which no plan changes."""
 SAME = 0.1
 """What changed by less since it was said is not said again."""
 SEARCH_S = 2.0
@@ -73,7 +73,8 @@ class Replanning:
         predicted_s = simulate_plan(self._plan, events=False).makespan_s
         ratio = lasted_s / predicted_s
         less, more = self._doubt.step_less, self._doubt.step_more
-        if lasted_s < SHORTEST_S or 1 - less <= ratio <= 1 + more or abs(ratio / self._said - 1) < SAME:
+        is_short = max(lasted_s, predicted_s) < SHORTEST_S
+        if is_short or 1 - less <= ratio <= 1 + more or abs(ratio / self._said - 1) < SAME:
             return ""
         self._said = ratio
         said = (

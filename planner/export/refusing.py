@@ -11,6 +11,7 @@ from torch import nn
 from planner.export.target import Request, Target
 from planner.plan.plan import Plan
 from profiler.errors import InfeasibleError
+from profiler.precision import RECIPES
 from profiler.tracing.sequence import LayerSequence
 
 OURS = "train with executor.Pipeline"
@@ -36,6 +37,15 @@ def _reasons(plan: Plan, sequence: LayerSequence, target: Target) -> Iterator[st
         yield (
             f"{target.engine} is not told precision={precision!r} with a plan, and would train in the model's own "
             f"types; plan without precision for a model in the types that you set there, or {OURS}"
+        )
+    autocast = plan.sample.autocast
+    if autocast is not None and not target.autocasts:
+        told = [f"precision={name!r}" for name in target.precisions if RECIPES[name].computes == autocast]
+        plain = "without autocast for a model in the types that you set there"
+        instead = f"with {' or '.join(told)} in place of autocast" if told else plain
+        yield (
+            f"{target.engine} is not told autocast=torch.{autocast} with a plan, and would compute in the model's own "
+            f"types; plan {instead}, or {OURS}"
         )
     if plan.shard_optimizer and not target.shards_optimizer:
         yield (

@@ -112,6 +112,7 @@ class Target:
             (k + 1)R - 1.
         has_micro_batches: whether it cuts a mini-batch into micro-batches at all.
         precisions: recipes of mixed precision that it is told with the plan; under others it would train otherwise.
+        autocasts: whether it computes in the autocast region that the plan was made for.
         check: refuses what only this target cannot, with a reason; it is asked before cuts move.
         suits: whether this row is for such a plan and model; else `otherwise` is.
         otherwise: another row for the same engine.
@@ -133,6 +134,7 @@ class Target:
     one_process: bool = False
     has_micro_batches: bool = True
     precisions: tuple[str, ...] = ()
+    autocasts: bool = False
     check: Callable[[Request], None] = lambda request: None
     suits: Callable[[Plan, nn.Module], bool] = lambda plan, model: True
     otherwise: Target | None = None

@@ -185,4 +185,5 @@ TARGET = Target(
     schedules=tuple(SCHEDULES),
     unit_paths=None,
     recompute=Recompute.ANY,
+    autocasts=True,
 )

@@ -98,6 +98,7 @@ TARGET = Target(
         unit_paths=None,
         recompute=Recompute.ANY,
         one_process=True,
+        autocasts=True,
         check=_check_stages,
     ),
 )

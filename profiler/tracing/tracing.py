@@ -23,7 +23,7 @@ from profiler.conditions.check import Check
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.module_paths import held_by, inside_text, span_of
 from profiler.observe.ambient import as_in_training
-from profiler.precision import precision_named, refuse_with_autocast
+from profiler.precision import autocast_named, precision_named, refuse_with_autocast
 from profiler.quantities import LEAST_STAGES, MOST_LAYERS, check_count, paths_of
 from profiler.sample_spec import SampleSpec
 from profiler.text import counted
@@ -46,7 +46,7 @@ from profiler.tracing.node_text import (
 )
 from profiler.tracing.prelude import prelude_nodes
 from profiler.tracing.progress import Part, done, shown
-from profiler.tracing.sample import DTYPES, BatchDims, describe_sample, tensor_leaves
+from profiler.tracing.sample import BatchDims, describe_sample, tensor_leaves
 from profiler.tracing.sequence import BoundaryValue, Layer, LayerSequence, Prelude
 from profiler.tracing.sites import sites_of
 from profiler.tracing.unlike_types import refuse_unlike_types
@@ -97,7 +97,7 @@ def trace(
             branches on them: it is traced along the sample's branch, and every micro-batch is checked to take it too.
         batch_dims: where the batch dimension is not the first: argument position or keyword -> dimension, or None for
             tensors that every micro-batch gets whole.
-        autocast: dtype of an autocast region around the whole model, such as `torch.bfloat16`.
+        autocast: dtype of an autocast region around the whole model, `torch.bfloat16` or `torch.float16`.
         precision: recipe of mixed precision, such as `"bf16-mixed"`: a twin of the model is traced, whose parameters
             are cast as `profiler.precision` says.
         keep_together: paths of modules whose operations shall stay in one layer. One of them that cannot be traced is
@@ -112,7 +112,8 @@ def trace(
 
     Raises:
         NotTraceableError: the forward pass depends on data, or does what no layer may do.
-        ArgumentError: the model or the sample is not one, or no cut is safe before a module of `cut_at`.
+        ArgumentError: the model or the sample is not one, autocast does not compute in such a dtype, or no cut is safe
+            before a module of `cut_at`.
     """
     check_model(model)
     if isinstance(sample, SampleSpec):
@@ -125,7 +126,7 @@ def trace(
     values = None if isinstance(sample, SampleSpec) else tensor_leaves(sample, spec)
     with shown(model, wanted=progress):
         served = graph_of(model, spec, sample=values)
-        refuse_unlike_types(served.graph.module.graph, spec.precision)
+        refuse_unlike_types(served.graph.module.graph, spec)
         counters = take_out_counters(served.graph.module.graph)
         body = _body(served)
         starts = layer_starts(body, spec.keep_together, spec.cut_at, stages=spec.stages)
@@ -174,12 +175,9 @@ def _spec(
 ) -> SampleSpec:
     recipe = precision_named(precision)
     refuse_with_autocast(recipe, autocast)
-    cast_to = None if autocast is None else str(autocast).removeprefix("torch.")
-    if cast_to is not None and cast_to not in DTYPES:
-        raise ArgumentError(f"autocast is {autocast!r}; give a dtype, such as torch.bfloat16")
     check_count("stages", stages, most=MOST_LAYERS)
     settings = {
-        "autocast": cast_to,
+        "autocast": autocast_named(autocast),
         "precision": recipe,
         "keep_together": paths_of("keep_together", keep_together),
         "cut_at": paths_of("cut_at", cut_at),

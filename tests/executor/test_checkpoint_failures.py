@@ -17,7 +17,7 @@ from executor.checkpoints.manifest import MANIFEST, Manifest
 from planner import ExecutionError, Plan
 from tests.executor.rich_training import Training, plans_of, same
 
-CASES = 28
+CASES = 30
 ALLOCATOR = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "16777216 bytes. Error code 12 (Cannot allocate memory)"
@@ -46,6 +46,7 @@ FAULTS: list[tuple[Callable[[], BaseException], str, str]] = [
     (system(errno.EROFS), DISK, SAVE_ELSEWHERE),
     (system(errno.ENOSPC), DISK, MAKE_ROOM),
     (system(errno.EDQUOT), DISK, MAKE_ROOM),
+    (system(errno.EFBIG), DISK, r"ulimit -f"),
 ]
 
 

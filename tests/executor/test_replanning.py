@@ -1,9 +1,11 @@
 """A step that takes longer than its plan doubts is said, once, and nothing is changed."""
 
+import itertools
 import signal
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from executor import Pipeline, launch
 from executor.measure import replanning
-from executor.measure.replanning import FIRST_STEP, Replanning
+from executor.measure.replanning import FIRST_STEP, SHORTEST_S, Replanning
 from planner import ArgumentError, Plan, autoplan, plan_from_profile
 from planner.plan.prediction import Doubt
 from planner.search_watch import watched
@@ -120,6 +122,20 @@ def test_what_differs_is_said_once(hopeful: Callable[..., Plan]) -> None:
     assert "times the" in text
     assert "plan.refined(pipe.measured(), profile) says whether another plan is worth a change" in text
     assert not said(hopeful(1), replan=None)
+
+
+def test_steps_are_compared_where_they_take_long_or_should(
+    hopeful: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was said of steps of 2 ms for which 43 ms were predicted."""
+    monkeypatch.setattr(replanning, "SHORTEST_S", SHORTEST_S)
+    plan = hopeful(1)
+    for lasted_s, predicted_s in itertools.product([0.002, 0.015, 0.019, 0.02, 0.021, 0.043], repeat=2):
+        monkeypatch.setattr(replanning, "real_timelines", lambda *_, s=lasted_s: [SimpleNamespace(makespan_s=s)])
+        monkeypatch.setattr(replanning, "simulate_plan", lambda *_, s=predicted_s, **__: SimpleNamespace(makespan_s=s))
+        is_long = lasted_s >= SHORTEST_S or predicted_s >= SHORTEST_S
+        is_other = not 1 - DOUBT.step_less <= lasted_s / predicted_s <= 1 + DOUBT.step_more
+        assert bool(Replanning(plan, "report").report([])) == (is_long and is_other)
 
 
 def test_a_plan_that_does_not_say_its_doubt_is_not_compared(hopeful: Callable[..., Plan]) -> None:

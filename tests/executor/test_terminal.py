@@ -113,7 +113,7 @@ def test_what_there_is_no_room_for_is_not_left_out_in_silence(buffered: bool, tm
     assert (tmp_path / "plan.json").stat().st_size <= 1000
     assert (done.returncode, done.stderr.decode().splitlines()) == (
         1,
-        ["autoplan: error: cannot write the output: File too large; make room there"],
+        ["autoplan: error: cannot write the output: File too large; allow larger files (ulimit -f)"],
     )
 
 

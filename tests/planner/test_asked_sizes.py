@@ -75,7 +75,7 @@ def test_with_the_sample_that_it_asks_for_it_is_planned() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"autocast": "bf16"}, "autocast is 'bf16'; give a dtype, such as torch.bfloat16"),
+        ({"autocast": "bf16"}, "autocast is 'bf16'; give torch.bfloat16 or torch.float16, or leave it out"),
         ({"batch_dims": 5}, r"batch_dims is 5; give a dict of arguments"),
         ({"batch_dims": [0]}, r"batch_dims is \[0\]; give a dict of arguments"),
     ],

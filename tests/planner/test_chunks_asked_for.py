@@ -4,13 +4,16 @@ Found by restricting problems at random: chunks of a rank were not added up wher
 where chunks are chosen the limit of stages was that of one chunk.
 """
 
+import itertools
 import random
+import re
 from typing import Any
 
 import pytest
 
 from planner import plan_from_profile
 from planner.plan.schedules import SCHEDULES
+from planner.settings import Settings
 from profiler.device import Cluster, Link
 from profiler.errors import ArgumentError, InfeasibleError
 from tests.planner.made_up import build_profile
@@ -66,6 +69,34 @@ def test_on_several_hosts_everything_may_be_chosen(device, number, per_host):
     )
     one = plan_from_profile(profile_of_layers(6), hosts(device, number, per_host=per_host), batch_size=8, **ASKED)
     assert plan.prediction.step_s <= one.prediction.step_s * (1 + 1e-9)
+
+
+def test_too_many_stages_are_told_of_chunks_where_these_would_do(device):
+    """Where chunks were left out nothing was said of them, and ranks of given ones were called stages."""
+    told = 0
+    schedules = ("gpipe", "interleaved", "interleaved-lean", "auto")
+    for schedule, stages, replicas in itertools.product(schedules, (3, 4, 5, 6, 8, 9, 12, 16, 20), (1, 2)):
+        cluster = hosts(device, 4)  # over links of two kinds chunks are not chosen unless that is asked for
+        asked: Any = {"schedule": schedule, "stages": stages, "replicas": replicas, **ASKED}
+        try:
+            Settings.of(cluster, 32, asked)
+            continue
+        except ArgumentError as problem:
+            text = str(problem)
+        numbers = [int(number) for number in re.findall(r"with chunks=(\d) or", text)]
+        assert bool(numbers) == ('chunks="auto" a device has several' in text and schedule != "auto")
+        for chunks in (*numbers, *["auto"] * ('chunks="auto"' in text)):
+            told += 1
+            assert Settings.of(cluster, 32, asked | {"chunks": chunks}).stages == stages
+        if 'chunks="auto"' not in text and schedule != "gpipe":
+            with pytest.raises(ArgumentError):
+                Settings.of(cluster, 32, asked | {"chunks": "auto"})
+    assert told > 10
+    asked = {"schedule": "interleaved", "chunks": 2, "stages": 8, "replicas": 2, **ASKED}
+    with pytest.raises(
+        ArgumentError, match="replicas is 2 with 4 ranks of 2 chunks each, and there are 4 devices; 8 are"
+    ):
+        Settings.of(hosts(device, 4), 32, asked)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "auto"])

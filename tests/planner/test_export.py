@@ -4,6 +4,7 @@ import ast
 import itertools
 import re
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -414,6 +415,32 @@ def test_what_an_engine_cannot_is_refused_with_what_to_do(
     known, plan = planned(name, target, **settings)
     with pytest.raises(InfeasibleError, match=re.escape(message)):
         plan.export(target, known.model, profile=known.profile)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_who_takes_a_plan_under_autocast_computes_in_that_region(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four engines took it without a word, and would have computed in float32."""
+    known, plan = planned("decoder", target)
+    sample = plan.sample.model_copy(update={"autocast": "bfloat16"})
+    sequence = replace(known.sequence, sample=sample)
+    monkeypatch.setattr(exporting, "traced_as_planned", lambda *_: sequence)
+    asked = plan.model_copy(update={"sample": sample})
+    try:
+        made = asked.export(target, known.model, profile=known.profile)
+    except InfeasibleError as refusal:
+        assert "is not told autocast=torch.bfloat16 with a plan" in str(refusal)
+        instead = re.findall("precision='(.*?)'", str(refusal))
+        for precision in instead:
+            recipe = plan.model_copy(update={"sample": plan.sample.model_copy(update={"precision": precision})})
+            assert recipe.export(target, known.model, profile=known.profile).text
+        assert instead or "a model in the types that you set there" in str(refusal)
+        return
+    values = known.inputs
+    for module in made.value.modules if made.module is None else ():
+        values = module(*values)
+    output = values[0] if made.module is None else made.module(*values)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(output, known.model(*known.inputs))
 
 
 @pytest.mark.parametrize("target", ["torchgpipe", "huggingface"])

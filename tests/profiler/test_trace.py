@@ -1,5 +1,6 @@
 """Tracing, and running what was traced."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -14,9 +15,11 @@ from torch.utils import _pytree as pytree
 from profiler import LayerSequence, NotTraceableError, trace
 from profiler.errors import ArgumentError
 from profiler.opaque.keeping_nothing import keeping_nothing
+from profiler.precision import autocast_named
 from profiler.run.loss import model_output
 from profiler.run.stage_function import KeptPass, StageFunction, leaves_of, roots_of, run_backward
-from profiler.tracing.sample import call_arguments, tensor_leaves
+from profiler.sample_spec import SampleSpec
+from profiler.tracing.sample import DTYPES, call_arguments, tensor_leaves
 from tests.coverage.fidelity import ByNumber, by_one
 
 Case = tuple[nn.Module, Any]
@@ -316,3 +319,21 @@ def test_a_call_that_fails_and_is_caught_leaves_no_trace() -> None:
     sequence = trace(Trying(), torch.randn(4, 4))
     assert sequence.sample.front_end == "export"
     assert [layer.name.split(".")[1] for layer in sequence.layers] == list("001122")
+
+
+def test_autocast_takes_the_types_that_torch_casts_to_and_files_hold() -> None:
+    """Of others a plan was made, saved and trained by, in the model's own types, and could not be loaded."""
+    model, sample = nn.Linear(2, 2), torch.ones(2, 2)
+    for dtype in set(DTYPES.values()):
+        try:
+            with warnings.catch_warnings(action="error"), torch.autocast("cpu", dtype):
+                casts = model(sample).dtype == dtype
+        except UserWarning:
+            casts = False
+        if casts:
+            assert (
+                SampleSpec(batch_size=1, tree="", leaves=(), autocast=autocast_named(dtype)).autocast == str(dtype)[6:]
+            )
+        else:
+            with pytest.raises(ArgumentError, match=f"autocast is {dtype}; give torch.bfloat16 or torch.float16"):
+                trace(model, sample, autocast=dtype)

@@ -25,11 +25,13 @@ from torch import Tensor, fx, nn
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.function import _SingleLevelFunction
 from torch.backends.cudnn import rnn
 from torch.fx._symbolic_trace import PH
 from torch.nn.modules import module as module_file
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Classes of `torch.ops.aten.add.Tensor` and of `torch.ops.higher_order.cond`; what symbolic_trace makes an input of.
 __all__ = ["PH", "HigherOrderOperator", "OpOverload"]
@@ -184,6 +186,8 @@ MODULE_CALL = PatchPoint(lambda: fx.Tracer, "call_module")
 """Puts a module on the stack of those that are called, and leaves it there if the call raises (seen in torch 2.13)."""
 EXTENT_FIXED = PatchPoint(_shape_environment, "_set_replacement")
 """Told that a dynamic extent can only be one number, where the forward pass has asked for it."""
+FAKE_KERNELS = PatchPoint(lambda: FakeTensorMode, "dispatch")
+"""Runs an operation on fake tensors; what it returns may lie in another order than the real kernel's result."""
 EXPORTING_FLAG = PatchPoint(lambda: torch.compiler, "_is_exporting_flag")
 """Behind `torch.compiler.is_exporting`, which models ask to take another path."""
 COMPILING_FLAG = PatchPoint(lambda: torch.compiler, "_is_compiling_flag")
@@ -271,6 +275,18 @@ def parsed_move(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 def is_inside_function_transform(tensor: Tensor) -> bool:
     """Whether a tensor is one of `torch.vmap` or `torch.func`, which no operation outside can have."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def known_extent(number: Any) -> Any:
+    """A number, or a symbolic one as it is in the traced example, which fixes nothing; None if it depends on data."""
+    return number.node.hint if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool) else number
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Within, operations on real tensors are what they are outside of any trace."""
+    with without_torch_function(), _disable_current_modes():
+        yield
 
 
 def without_torch_function() -> contextlib.AbstractContextManager[Any]:

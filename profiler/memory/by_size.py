@@ -24,13 +24,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from profiler.between_sizes import on_line, whole_bytes
 from profiler.errors import PlanError
 from profiler.left_out_sizes import CANNOT_RUN, Refusals
 from profiler.memory.capacity import Room
 from profiler.memory.in_stage import LayerMemory, layer_memory
+from profiler.observe.kernel_orders import RealOrders
 from profiler.record import InStage
 from profiler.run.inputs import fake_runner, real_runner
 from profiler.run.parameter_pool import ParameterPool
@@ -179,7 +179,7 @@ def _mixed(low: Any, high: Any, share: float) -> Any:
 def _fake(workload: Workload, size: int, place: torch.device) -> list[LayerMemory] | None:
     """From fake tensors; None if they cannot follow, or nothing can: real ones will tell."""
     with suppress(PlanError, *CANNOT_RUN):
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with RealOrders(allow_non_fake_inputs=True):
             inputs, about = workload.micro_batch(size, place)
         with fake_runner(workload.sequence, inputs, **about) as runner:
             return layer_memory(workload.sequence, runner, share=True)

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from profiler.observe.kernel_orders import RealOrders, RealOrdersOnMeta
 
 
 def without_data(
@@ -21,6 +22,7 @@ def without_data(
             several times as fast as fake tensors.
     """
     if all(value.is_meta for value in values if isinstance(value, Tensor)):
-        return contextlib.nullcontext(), lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+        on_meta = RealOrdersOnMeta()  # type: ignore[no-untyped-call]
+        return on_meta, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad)
+    mode = RealOrders(allow_non_fake_inputs=True)
     return mode, partial(mode.from_tensor, static_shapes=True)

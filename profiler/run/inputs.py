@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from profiler.errors import ArgumentError
 from profiler.machine.backend import HOST
+from profiler.observe.kernel_orders import RealOrders
 from profiler.run.layer_runner import LayerRunner
 from profiler.run.loss import LossFunction
 from profiler.run.main_gradients import with_gradient
@@ -138,7 +138,7 @@ def fake_runner(
     device: torch.device,
 ) -> Iterator[LayerRunner]:
     """A runner on fake tensors shaped like the real ones, inside their mode."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with RealOrders(allow_non_fake_inputs=True):
 
         def fake(value: Any) -> Any:
             if not isinstance(value, Tensor):

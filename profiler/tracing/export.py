@@ -27,6 +27,7 @@ from profiler.conditions.asking import Questions
 from profiler.conditions.chance import Ways
 from profiler.errors import ArgumentError, NotTraceableError
 from profiler.machine.backend import backend_of, device_of_first
+from profiler.observe.kernel_orders import dispatch
 from profiler.observe.source_place import Place, explanation, place_of, place_of_call, place_of_node
 from profiler.opaque.custom_function_tracing import FunctionCalls
 from profiler.opaque.opaque_calls import OpaqueCalls
@@ -34,6 +35,7 @@ from profiler.sample_spec import Decision, SampleSpec, TensorLeaf
 from profiler.text import counted
 from profiler.torch_private import (
     CAUSAL_MASK_TEST,
+    FAKE_KERNELS,
     MODULE_CALL,
     depends_on_data,
     graph_called,
@@ -205,6 +207,7 @@ def _exported(
                 CAUSAL_MASK_TEST.replaced_by(_is_causal),
                 MODULE_CALL.replaced_by(_called),
                 mock.patch.object(nn.Module, "to", _moved_if_elsewhere),
+                FAKE_KERNELS.replaced_by(dispatch),
                 lazy_graph_modules(),
                 registration_hooks_stay(),
                 graph_called(model),

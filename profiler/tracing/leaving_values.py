@@ -14,9 +14,9 @@ from profiler.torch_private import is_view, storage_of
 def in_traced_order(value: Tensor, order: Sequence[int]) -> Tensor:
     """The value with its dimensions in that order in memory, from the outermost to the innermost: itself if they are.
 
-    Operations may give their results another order than their fake kernels: batch normalization of a transposed
-    sequence does. Later ones give other bits then, so each cut would have its own. On accelerators results differ in
-    their last bits anyhow, and it stays as it is: a copy for each attention would take 3 % of a GPT's time.
+    Operations may give their results another order than their fake kernels, and `profiler.observe.kernel_orders` does
+    not find all of these. Later ones give other bits then, so each cut would have its own. On accelerators results
+    differ in their last bits anyhow, and it stays as it is: a copy for each attention would take 3 % of a GPT's time.
 
     >>> import torch
     >>> in_traced_order(torch.zeros(2, 3, 4), (0, 2, 1)).stride()

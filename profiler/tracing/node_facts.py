@@ -19,6 +19,7 @@ from profiler.conditions.chance import EitherWay
 from profiler.errors import NotTraceableError
 from profiler.machine.backend import device_of_first
 from profiler.observe.flops import FlopCounter
+from profiler.observe.kernel_orders import dim_order
 from profiler.observe.source_place import keep_together_advice, place_of_node
 from profiler.observe.storage_watch import is_strided
 from profiler.observe.without_data import without_data
@@ -41,8 +42,8 @@ class NodeFacts:
         value_bytes: bytes of its value if it is one tensor, as it would be sent (contiguous).
         storage: identity of the storage of its value; None if the value is not one tensor.
         is_tensor: whether its value is one tensor.
-        dim_order: its dimensions from the outermost to the innermost in memory; None if its elements do not fill their
-            memory without gaps and overlaps (a slice, an expanded tensor).
+        dim_order: its dimensions from the outermost to the innermost in memory, as the real kernel gives them; None if
+            its elements do not fill their memory without gaps and overlaps (a slice, an expanded tensor).
         requires_grad: whether a gradient flows back through its value, at the end.
         draws_random: whether it draws random numbers.
         writes: storages that it writes in place.
@@ -267,19 +268,8 @@ def _facts(node: fx.Node, values: dict[fx.Node, Any], counter: FlopCounter) -> N
         value_bytes=value.nbytes if single else 0,
         storage=storage_of(value) if single else None,
         is_tensor=single,
-        dim_order=_dim_order(value) if single else None,
+        dim_order=dim_order(value) if single else None,
         requires_grad=any(item.requires_grad for item in produced),
         draws_random=counter.draws_random,
         writes=frozenset(writes),
     )
-
-
-def _dim_order(value: Tensor) -> tuple[int, ...] | None:
-    strides = [int(stride) for stride in value.stride()]
-    order = tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim)))
-    expected = 1
-    for dim in reversed(order):
-        if value.shape[dim] > 1 and strides[dim] != expected:
-            return None
-        expected *= max(value.shape[dim], 1)
-    return order

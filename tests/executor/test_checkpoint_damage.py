@@ -269,8 +269,8 @@ def test_shapes_and_dtypes_are_compared_and_expanded_buffers_load(
 ) -> None:
     """Numbers of another precision were rounded in silence; an expanded buffer was an error of torch's, half way."""
 
-    def pipe_of(model: torch.nn.Module) -> Pipeline:
-        plan = plan_for(trace(model, X), batch_size=10, micro_batches=4)
+    def pipe_of(model: torch.nn.Module, x: torch.Tensor = X) -> Pipeline:
+        plan = plan_for(trace(model, x), batch_size=10, micro_batches=4)
         return Pipeline(model, plan, loss_fn=torch.nn.functional.cross_entropy)
 
     model = Expanded()
@@ -280,12 +280,10 @@ def test_shapes_and_dtypes_are_compared_and_expanded_buffers_load(
         model.scale[:1, :1].fill_(3)
     load_checkpoint(tmp_path, pipe)
     assert torch.equal(model.scale, torch.ones(10, 4))
-    other = Expanded()
-    other.frozen.weight.data = torch.zeros(4, 4, dtype=torch.float64)
-    other.frozen.bias.data = torch.zeros(4, dtype=torch.float64)
-    said = r"another precision .* frozen.weight is torch.float32 there, and torch.float64"
+    other = Expanded().double()
+    said = r"another precision .* first.bias is torch.float32 there, and torch.float64"
     with pytest.raises(ExecutionError, match=said):
-        load_checkpoint(tmp_path, pipe_of(other))
+        load_checkpoint(tmp_path, pipe_of(other, X.double()))
 
 
 @pytest.mark.filterwarnings("error")

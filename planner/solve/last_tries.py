@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from planner.solve import limits
-from planner.solve.balance import TIE
+from planner.solve.balance import TIE, Balance
 from planner.solve.chunk_candidates import fewest_ranks, most_ranks, with_ranks
 from planner.solve.chunk_plans import ChunkPlans
 from planner.solve.cut_bound import CutBound
@@ -25,7 +25,8 @@ from planner.solve.problem import Candidate, Problem
 from planner.solve.waiting_bounds import PROGRAMS_OF_HALVES
 
 FEW_TO_SEARCH_AGAIN = 1_000
-"""Micro-batches of stages up to which those like the best candidate are searched once more [chosen: 1 to 2 s]."""
+"""Micro-batches of stages up to which those like the best candidate are searched once more, and those beside it are
+[chosen: 1 to 2 s]."""
 MOST_ORDERS = 4
 """Orders of unlike devices that the best cuts are tried in with other M, beside their own [chosen]."""
 TIMES_AT_LAST = 4
@@ -70,10 +71,10 @@ def try_beside_the_best(findings: Findings, made: Callable[[Problem, Candidate],
     """
     before: float | None = None
     while findings.reached_s != before and not findings.over:
-        before, plans = findings.reached_s, findings.best_plans
-        if plans is None or plans.stages * plans.candidate.split.count > FEW_TO_SEARCH_AGAIN:
+        before, plans, best = findings.reached_s, findings.best_plans, findings.best
+        if plans is None or best is None or plans.stages * plans.candidate.split.count > FEW_TO_SEARCH_AGAIN:
             return
-        beside = [_with_other_count(findings, made)]
+        beside = [_with_other_count(findings, plans, best, made)]
         if plans.problem.settings.stages is None:
             least = max(fewest_ranks(plans.problem), -(-plans.ranks // 2))
             most = min(most_ranks(plans.problem, plans.candidate), 2 * plans.ranks)
@@ -94,11 +95,10 @@ def _not_searched(
     return None if searched else made(problem, candidate)
 
 
-def _with_other_count(findings: Findings, made: Callable[[Problem, Candidate], Waiting | None]) -> Waiting | None:
+def _with_other_count(
+    findings: Findings, plans: ChunkPlans, best: Balance, made: Callable[[Problem, Candidate], Waiting | None]
+) -> Waiting | None:
     """The candidate over as many ranks as the best plan with the M that makes its cuts fastest; None if none does."""
-    plans, best = findings.best_plans, findings.best
-    if plans is None or best is None or plans.stages * plans.candidate.split.count > FEW_TO_SEARCH_AGAIN:
-        return None
     stops = tuple(stage.stop for stage in best.stages)
     classes = tuple(stage.device_class for stage in best.stages[: plans.ranks])
     entries = {entry.plans.candidate: entry for entry in _over_as_many_ranks(findings, plans, made)}
